@@ -1,0 +1,1 @@
+"""LongDraft: faster long-context batch decoding, without changing what a model outputs."""

@@ -1,0 +1,68 @@
+"""Typed errors. Each message says what was wrong, the value, the limit and the fix.
+
+Owns every exception the package raises on purpose; imports nothing from the package.
+"""
+
+from __future__ import annotations
+
+
+class LongDraftError(Exception):
+    """Base of every error that LongDraft raises on purpose."""
+
+
+class InvalidValueError(LongDraftError, ValueError):
+    """A parameter is out of range or of the wrong kind.
+
+    ``what`` names the parameter, ``value`` is what was given, ``limit`` what is allowed, ``fix`` what to do.
+    """
+
+    def __init__(self, what: str, value: object, limit: str, fix: str = "") -> None:
+        self.what, self.value, self.limit, self.fix = what, value, limit, fix
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{what} is {shown}, but {limit}." + (f" {fix}" if fix else ""))
+
+
+class ContextLengthError(InvalidValueError):
+    """A prompt does not fit: ``value`` tokens were given, ``limit`` says how many are allowed."""
+
+
+class KVCapacityError(LongDraftError):
+    """The KV cache cannot be made large enough for what was asked."""
+
+
+class ModelNotFoundError(LongDraftError):
+    """No model at that path or of that name; the message says where it was looked for and what to run."""
+
+
+class ModelFileError(LongDraftError):
+    """A model file is damaged, incomplete or refused. Names the file and, where known, the byte offset."""
+
+    def __init__(self, file: object, problem: str, *, offset: int | None = None, fix: str = "") -> None:
+        self.file, self.problem, self.offset, self.fix = str(file), problem, offset, fix
+        where = f"{file}" + (f" at byte {offset}" if offset is not None else "")
+        super().__init__(f"{where}: {problem}." + (f" {fix}" if fix else ""))
+
+
+class UnsupportedModelError(LongDraftError):
+    """The model asks for something LongDraft does not do; refused by name, since ignoring it would change the output."""
+
+    def __init__(self, what: str, value: object, supported: str, fix: str = "") -> None:
+        self.what, self.value, self.supported = what, value, supported
+        super().__init__(f"{what} = {value!r} is not supported ({supported})." + (f" {fix}" if fix else ""))
+
+
+class TemplateError(LongDraftError):
+    """A chat template is missing, refused the messages (its own words are passed on), or broke its limits."""
+
+
+class MissingDependencyError(LongDraftError):
+    """An optional package is needed; the message gives the command that installs it."""
+
+    def __init__(self, package: str, purpose: str, install: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Run: {install}")
+
+
+class KernelError(LongDraftError):
+    """No kernel serves a call; the message prints the call and every implementation's reason."""

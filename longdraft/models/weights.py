@@ -1,0 +1,74 @@
+"""Which tensors a model has, under the Hugging Face names, and how a checkpoint hands them over."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from longdraft.errors import ModelFileError
+from longdraft.models.config import ModelConfig
+
+
+class WeightSource(Protocol):
+    """Tensors of one checkpoint under the Hugging Face names (``model.layers.0.self_attn.q_proj.weight`` ...)."""
+
+    @property
+    def path(self) -> str:
+        """The file or folder, for messages."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor, from headers alone: nothing large is read."""
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, in the file's float dtype (float32 where it was dequantised)."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor that ``config`` calls for. A tied model has no ``lm_head.weight``."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, out: int, into: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (out, into)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        linear(f"{layer}.self_attn.q_proj", q, hidden, config.qkv_bias)
+        linear(f"{layer}.self_attn.k_proj", kv, hidden, config.qkv_bias)
+        linear(f"{layer}.self_attn.v_proj", kv, hidden, config.qkv_bias)
+        linear(f"{layer}.self_attn.o_proj", hidden, q, config.o_bias)
+        linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+        linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
+        linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_names_and_shapes(config: ModelConfig, source: WeightSource) -> None:
+    """Raise ``ModelFileError`` naming the first missing, misshapen or unconsumed tensor.
+
+    A tied model may carry an ``lm_head.weight``: the tie wins (see ``checkpoint``, which warns when they differ).
+    Buffers that some exporters write (``rotary_emb.inv_freq``) are recomputed and may be present.
+    """
+    have, want = source.shapes(), expected_shapes(config)
+    for name, shape in want.items():
+        if name not in have:
+            fix = "The config says the embeddings are not tied." if name == "lm_head.weight" else ""
+            raise ModelFileError(source.path, f"tensor {name!r} is missing", fix=fix)
+        if tuple(have[name]) != shape:
+            raise ModelFileError(source.path, f"tensor {name!r} has shape {tuple(have[name])}, expected {shape}")
+    for name in have.keys() - want.keys():
+        if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+            continue
+        raise ModelFileError(source.path, f"tensor {name!r} is not used by a {config.family!r} model of this config")
