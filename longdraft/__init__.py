@@ -1,1 +1,22 @@
-"""LongDraft: faster long-context batch decoding, without changing what a model outputs."""
+"""LongDraft: faster long-context batch decoding of large language models, without changing what they output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longdraft.config import SamplingParams
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """``LLM`` brings in torch, which takes seconds: imported when first asked for, so that ``--help`` is quick."""
+    if name == "LLM":
+        from longdraft.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

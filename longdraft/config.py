@@ -1,0 +1,94 @@
+"""Frozen settings and their validation; nothing else.
+
+``SamplingParams`` belongs to one request, ``EngineConfig`` to one engine. Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from longdraft.errors import InvalidValueError
+
+MAX_SEED = 2**63 - 1
+
+
+def check_int(what: str, value: object, low: int, high: int, fix: str = "") -> None:
+    """Raise ``InvalidValueError`` unless ``value`` is an int (not a bool) in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidValueError(what, value, f"must be an integer from {low} to {high}", fix)
+
+
+def check_number(what: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
+    """Raise ``InvalidValueError`` unless ``value`` is a finite number in [low, high], or (low, high]."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value > high or value < low or (above_low and value == low):  # type: ignore[operator]
+        interval = f"{'(' if above_low else '['}{low}, {high}]"
+        raise InvalidValueError(what, value, f"must be a finite number in {interval}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    The filters act in this order: temperature, ``min_p``, ``top_k``, ``top_p`` (renormalising after each).
+    ``temperature=0`` is greedy. Sampling is coupled (arXiv:2408.07978): the token drawn at a position is a pure
+    function of (seed, position, distribution), so a seeded request repeats whatever it is batched with.
+    ``stop_token_ids`` and the model's end-of-sequence tokens end a request and stay in its ``token_ids``.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = 16  # None: up to the context limit; larger values are cut to it
+    seed: int | None = None  # None: drawn from the engine's seed and the request's number
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, 2**63 - 1, "Use None to decode up to the context limit.")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidValueError("ignore_eos", self.ignore_eos, "must be True or False")
+        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, "__iter__"):
+            raise InvalidValueError("stop_token_ids", self.stop_token_ids, "must be a sequence of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            check_int("stop_token_ids", token, 0, 2**31 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most probable one (the post-filter distribution is one-hot)."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of one engine. ``num_pages * block_size`` tokens of KV; no request may grow past ``max_model_len``."""
+
+    max_model_len: int
+    num_pages: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("max_model_len", self.max_model_len, 2, 2**31 - 1)
+        check_int("num_pages", self.num_pages, 1, 2**31 - 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 65536)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        check_int("block_size", self.block_size, 1, 4096)
+        check_int("seed", self.seed, 0, MAX_SEED)
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Longest prompt + output of one request: the context limit, or the whole KV pool where that is smaller."""
+        return min(self.max_model_len, self.num_pages * self.block_size)

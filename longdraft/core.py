@@ -1,0 +1,100 @@
+"""Plain data that flows through the engine. No device tensors, no computing.
+
+Anything may read these records; only the scheduler writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from longdraft.config import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is: queued (new or preempted), holding KV pages, or done."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class SequenceStats:
+    """Counters of one request. Seconds are the wall time of the steps it took part in, shared steps counted whole."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_tokens: int = 0  # tokens fed as prompt, recomputation after preemption included
+    preemptions: int = 0
+
+
+@dataclass
+class Sequence:
+    """One request: its token ids and how far its KV is final.
+
+    ``ids`` is prompt + output. ``num_committed`` is the one length there is: tokens whose K/V are in the store and
+    final. A decoding sequence has exactly one token (the last) that is not committed yet.
+    """
+
+    id: int
+    ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    max_total: int  # prompt + output may not exceed this many tokens
+    num_committed: int = 0
+    status: Status = Status.WAITING
+    finish_reason: str | None = None  # stop | length | abort | error
+    error: str | None = None
+    stats: SequenceStats = field(default_factory=SequenceStats)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not committed: 1 while decoding, more while (re)filling the cache."""
+        return len(self.ids) - self.num_committed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is left to feed."""
+        return self.num_pending == 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's share of a step: feed ``num_tokens`` tokens from ``seq.num_committed`` on.
+
+    Logits are wanted for the last ``num_logits`` of them: none in the middle of a prompt, one for plain decoding and at
+    the end of a prompt, 1…γ+1 when proposals are verified.
+    """
+
+    seq: Sequence
+    num_tokens: int
+    num_logits: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step, in order; pages for them are already reserved."""
+
+    rows: list[Row]
+    prefill: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step gave one sequence: 1…γ+1 new tokens (already cut at a stop) and, at its end, the reason."""
+
+    seq: Sequence
+    tokens: list[int]
+    finish_reason: str | None = None

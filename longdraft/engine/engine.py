@@ -1,0 +1,159 @@
+"""Requests in, tokens out: one synchronous ``step`` over a scheduler that decides and a runner that computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence as Seq
+from itertools import count
+
+import torch
+
+from longdraft.config import EngineConfig, SamplingParams
+from longdraft.core import Batch, Sequence, Status, StepOutput
+from longdraft.engine import stops
+from longdraft.engine.runner import Runner
+from longdraft.engine.scheduler import Scheduler
+from longdraft.engine.stats import EngineStats
+from longdraft.errors import ContextLengthError, InvalidValueError
+from longdraft.kv.store import PagedStore
+from longdraft.models.transformer import Transformer
+from longdraft.spec.probs import to_log_probs
+from longdraft.spec.sample import draw
+
+
+class Engine:
+    """Continuous batching on one device. Single-threaded, no I/O."""
+
+    def __init__(self, model: Transformer, config: EngineConfig, eos_token_ids: Iterable[int] = ()) -> None:
+        self.model, self.config = model, config
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.store = PagedStore(
+            model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device
+        )
+        self.scheduler = Scheduler(config, self.store)
+        self.runner = Runner(model, self.store)
+        self.stats = EngineStats()
+        self._sequences: dict[int, Sequence] = {}  # unfinished ones
+        self._ids = count()
+
+    def add(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
+        """Queue a request and return its id. Refuses what could never run, before any work is done.
+
+        ``max_tokens`` beyond the context limit is cut to it; a prompt that leaves no room for one token is refused.
+        """
+        self._check_ids("prompt token ids", prompt_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        limit = self.config.max_tokens_per_request
+        if not prompt_ids:
+            raise InvalidValueError("prompt", list(prompt_ids), "must hold at least one token")
+        if len(prompt_ids) >= limit:
+            by = "max_model_len" if limit == self.config.max_model_len else "the size of the KV cache in tokens"
+            raise ContextLengthError(
+                "prompt length in tokens",
+                len(prompt_ids),
+                f"must leave room for one new token within {limit} ({by})",
+                "Shorten the prompt, or raise max_model_len and kv_cache_memory_bytes if the model allows it.",
+            )
+        request_id = next(self._ids)
+        seed = self._seed(request_id) if params.seed is None else params.seed
+        seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params, seed, limit)
+        if params.max_tokens is not None:
+            seq.max_total = min(limit, len(prompt_ids) + params.max_tokens)
+        self._sequences[request_id] = seq
+        self.scheduler.add(seq)
+        return request_id
+
+    def fork(self, request_id: int, *, seed: int | None = None) -> int:
+        """Continue an unfinished request as a second one from its current state, sharing its cached pages.
+
+        With the same seed (the default) both go on alike. Returns the new request's id.
+        """
+        source = self._get(request_id)
+        child = dataclasses.replace(
+            source,
+            id=next(self._ids),
+            ids=list(source.ids),
+            seed=source.seed if seed is None else seed,
+            num_committed=0,
+            status=Status.WAITING,
+            stats=dataclasses.replace(source.stats),
+        )
+        self._sequences[child.id] = child
+        self.scheduler.fork(source, child)
+        return child.id
+
+    def abort(self, request_id: int) -> StepOutput:
+        """End an unfinished request now and free its pages; what it has so far is in the output's sequence."""
+        return self._end(self._get(request_id), [], "abort")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[StepOutput]:
+        """Run one step; outputs of the sequences that got tokens or ended."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        with self.stats.timed(batch):
+            outputs = self._run(batch)
+        self.stats.peak_kv_pages = max(self.stats.peak_kv_pages, self.store.num_pages - self.store.num_free_pages)
+        if not batch.prefill:
+            self.stats.decode_tokens += sum(len(output.tokens) for output in outputs)
+        return outputs
+
+    def _run(self, batch: Batch) -> list[StepOutput]:
+        logits = self.runner.forward(batch)
+        tokens, broken = self._draw(batch, logits)
+        outputs, at = [], 0
+        for row in batch.rows:
+            new = tokens[at : at + row.num_logits]
+            failed = any(broken[at : at + row.num_logits])
+            at += row.num_logits
+            if failed:
+                outputs.append(self._end(row.seq, [], "error", "the model's logits are not finite"))
+                continue
+            new, reason = stops.cut(row.seq, new, self.eos_token_ids) if new else (new, None)
+            self.scheduler.commit(row, new)
+            if reason:
+                outputs.append(self._end(row.seq, new, reason))
+            elif new:
+                outputs.append(StepOutput(row.seq, new))
+        return outputs
+
+    def _draw(self, batch: Batch, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+        """The token drawn from each row of ``logits [R, V]``, and whether that row is unusable (NaN or no maximum)."""
+        wanted = [(row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)
+                  for row in batch.rows for i in range(row.num_logits)]  # position of the token to be drawn
+        if not wanted:
+            return [], []
+        broken = ~logits.amax(dim=-1).isfinite()
+        logits = logits.masked_fill(broken[:, None], 0.0)
+        log_probs = to_log_probs(logits, [seq.params for seq, _ in wanted])
+        seeds = torch.tensor([seq.seed for seq, _ in wanted], device=logits.device)
+        positions = torch.tensor([position for _, position in wanted], device=logits.device)
+        return draw(log_probs, seeds, positions).tolist(), broken.tolist()
+
+    def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
+        self.scheduler.finish(seq, reason, error)
+        self.stats.preemptions += seq.stats.preemptions
+        del self._sequences[seq.id]
+        return StepOutput(seq, tokens, reason)
+
+    def _get(self, request_id: int) -> Sequence:
+        if request_id not in self._sequences:
+            raise InvalidValueError("request id", request_id, "must name an unfinished request")
+        return self._sequences[request_id]
+
+    def _check_ids(self, what: str, ids: Seq[int]) -> None:
+        vocab = self.model.config.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise InvalidValueError(what, token, f"must be integers from 0 to {vocab - 1} (the vocabulary)")
+
+    def _seed(self, request_id: int) -> int:
+        """A seed of its own for an unseeded request: the same each time the same engine does the same work."""
+        digest = hashlib.blake2b(f"{self.config.seed}/{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,119 @@
+"""Who runs next, and with how many tokens. Decides and keeps the books; never computes.
+
+The only writer of sequences. Prefill and decode steps alternate while both have work, so a decoding row waits for at
+most one chunk. When pages run out, the most recently admitted sequence gives up its pages and is computed again later
+from its ids (prompt and output), which with position-keyed noise changes nothing in what it returns. One sequence
+always fits alone (``EngineConfig.max_tokens_per_request``), so the oldest one always gets on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from longdraft.config import EngineConfig
+from longdraft.core import Batch, Row, Sequence, Status
+from longdraft.kv.store import PagedStore
+
+
+class Scheduler:
+    """Queues, admission by pages, chunked prefill, preemption."""
+
+    def __init__(self, config: EngineConfig, store: PagedStore) -> None:
+        self.config, self.store = config, store
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._decode_next = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def fork(self, source: Sequence, child: Sequence) -> None:
+        """Start ``child`` (same ids) beside ``source``, sharing what the cache holds of it."""
+        if source.status is Status.RUNNING and len(self.running) < self.config.max_num_seqs:
+            self.store.fork(source.id, child.id, source.num_committed)
+            child.num_committed = source.num_committed
+            child.status = Status.RUNNING
+            self.running.append(child)
+        else:
+            self.waiting.append(child)
+
+    def schedule(self) -> Batch | None:
+        """The next step's rows with their pages reserved; ``None`` when nothing is left to do."""
+        if not self.has_work:
+            return None
+        decode_first = self._decode_next
+        for decode in (decode_first, not decode_first):
+            rows = self._decode_rows() if decode else self._prefill_rows()
+            if rows:
+                self._decode_next = not decode
+                return Batch(rows, prefill=not decode)
+        raise AssertionError("the oldest sequence always fits alone, so some row can run")
+
+    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """End ``seq`` and give back its pages. Ending a finished sequence again changes nothing."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        else:
+            return
+        self.store.free(seq.id)
+        seq.status, seq.finish_reason, seq.error = Status.FINISHED, reason, error
+
+    def commit(self, row: Row, tokens: list[int]) -> None:
+        """After a forward: the row's tokens are in the cache, and ``tokens`` are new."""
+        row.seq.num_committed += row.num_tokens
+        row.seq.ids.extend(tokens)
+
+    def _decode_rows(self) -> list[Row]:
+        rows = []
+        for seq in [s for s in self.running if s.decoding]:
+            if seq.status is Status.RUNNING and self._reserve(seq, 1):
+                rows.append(Row(seq, num_tokens=1, num_logits=1))
+        return [row for row in rows if row.seq.status is Status.RUNNING]
+
+    def _prefill_rows(self) -> list[Row]:
+        budget, rows = self.config.max_num_batched_tokens, []
+        for seq in [s for s in self.running if not s.decoding]:
+            n = min(seq.num_pending, budget)
+            if n and seq.status is Status.RUNNING and self._reserve(seq, n):
+                rows.append(self._chunk(seq, n))
+                budget -= n
+        rows = [row for row in rows if row.seq.status is Status.RUNNING]
+        while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.store.reserve(seq.id, 0, len(seq.ids)):
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            seq.status = Status.RUNNING
+            n = min(seq.num_pending, budget)
+            rows.append(self._chunk(seq, n))
+            budget -= n
+        return rows
+
+    def _chunk(self, seq: Sequence, n: int) -> Row:
+        return Row(seq, num_tokens=n, num_logits=int(n == seq.num_pending))
+
+    def _reserve(self, seq: Sequence, n: int) -> bool:
+        """Room for ``n`` more tokens of ``seq``, taken from the latest arrivals if need be, at last from itself."""
+        while not self.store.reserve(seq.id, seq.num_committed, n):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.store.free(seq.id)
+        seq.num_committed = 0
+        seq.status = Status.WAITING
+        seq.stats.preemptions += 1
+        self.waiting.appendleft(seq)

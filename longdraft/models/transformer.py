@@ -1,0 +1,155 @@
+"""The decoder of the Llama, Mistral, Qwen2 and Qwen3 families: one forward pass for every phase.
+
+Knows nothing of requests or drafts. Tokens arrive flat and ragged; what attention reads is in the plan, so prefill,
+decoding and verifying are the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from longdraft.kernels.dispatch import CallSpec, select
+from longdraft.kernels.layout import PlainLayout
+from longdraft.models.config import ModelConfig
+from longdraft.models.layers import GatedMLP, Linear, RMSNorm
+from longdraft.models.rope import RotaryTable, apply_rotary
+from longdraft.models.weights import WeightSource, check_names_and_shapes
+from longdraft.view import AttnPlan, LayerKV
+
+
+class Transformer:
+    """A model's weights, ready to run on one device.
+
+    ``dtype`` is what weights are stored in and products' inputs are rounded to; the residual stream, norms, softmax and
+    logits are float32 (float64 under float64). ``kv_dtype`` is what K and V are stored in.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        page_size: int = 16,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        check_names_and_shapes(config, source)
+        self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
+        self.device = torch.device(device)
+        self.layout = PlainLayout(page_size, config.num_kv_heads, config.head_dim)
+        group_size = config.num_heads // config.num_kv_heads
+        self.spec = CallSpec(self.device.type, dtype, self.kv_dtype, config.head_dim, group_size, page_size)
+        self._attention = select("attention", self.spec)
+        self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, self.device)
+        load = _Loader(config, source, self.spec, self.device)
+        self.embedding = load.tensor("model.embed_tokens.weight")
+        self.layers = []
+        for i in range(config.num_layers):
+            self.layers.append(_Layer(config, load, f"model.layers.{i}"))
+            if progress:
+                progress(i + 1, config.num_layers)
+        self.norm = load.norm("model.norm")
+        # A tied head is the embedding itself, not a second copy.
+        self.head = load.head(self.embedding) if config.tie_embeddings else load.linear("lm_head")
+        self.weight_bytes = load.num_bytes
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: torch.Tensor,  # [N]
+        positions: torch.Tensor,  # [N]
+        plan: AttnPlan,
+        kv: Sequence[LayerKV],
+        logits_at: torch.Tensor,  # [R] flat tokens whose next-token logits are wanted
+    ) -> torch.Tensor:
+        """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
+        attention = self._attention(plan, self.layout, self.spec)
+        rotary = self._rotary.lookup(positions)
+        x = self.embedding[ids].to(self.spec.compute_dtype)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x = layer(x, rotary, plan, layer_kv, attention, self.layout)
+        return self.head(self.norm(x[logits_at]))
+
+    def flops(self, num_tokens: int, kv_tokens: int) -> int:
+        """Floating-point operations of a forward over ``num_tokens`` tokens that attend to ``kv_tokens`` pairs."""
+        c = self.config
+        per_token = c.hidden_size * (c.num_heads * 2 + c.num_kv_heads * 2) * c.head_dim
+        per_token += 3 * c.hidden_size * c.intermediate_size
+        return 2 * c.num_layers * (num_tokens * per_token + 2 * kv_tokens * c.num_heads * c.head_dim)
+
+
+class _Layer:
+    """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, load: _Loader, name: str) -> None:
+        self.sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.attention_norm = load.norm(f"{name}.input_layernorm")
+        self.qkv = load.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
+        self.q_norm = load.norm(f"{name}.self_attn.q_norm") if config.qk_norm else None
+        self.k_norm = load.norm(f"{name}.self_attn.k_norm") if config.qk_norm else None
+        self.output = load.linear(f"{name}.self_attn.o_proj")
+        self.mlp_norm = load.norm(f"{name}.post_attention_layernorm")
+        gate_up = load.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        self.mlp = GatedMLP(gate_up, load.linear(f"{name}.mlp.down_proj"))
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [N, hidden]
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        plan: AttnPlan,
+        kv: LayerKV,
+        attention: Callable[[torch.Tensor, LayerKV], torch.Tensor],
+        layout: PlainLayout,
+    ) -> torch.Tensor:
+        heads, kv_heads, dim = self.sizes
+        qkv = self.qkv(self.attention_norm(x)).view(len(x), heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        layout.write(kv.k, plan.slots, k)
+        layout.write(kv.v, plan.slots, v)
+        x = x + self.output(attention(q, kv).flatten(1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class _Loader:
+    """Turns named tensors of a checkpoint into layers; sibling projections become one product."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, spec: CallSpec, device: torch.device) -> None:
+        self.config, self.source, self.spec, self.device = config, source, spec, device
+        self.kernel: Any = select("linear", spec)
+        self.names = source.shapes()
+        self.num_bytes = 0
+
+    def tensor(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The named tensors, stacked along their first dimension."""
+        parts = [self.source.load(name).to(self.device, dtype or self.spec.dtype) for name in names]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.num_bytes += joined.nbytes
+        return joined
+
+    def linear(self, *names: str) -> Linear:
+        """One linear layer from sibling projections; they have biases all together or not at all."""
+        has_bias = self._has_bias(names[0])
+        bias = self.tensor(*(f"{name}.bias" for name in names)) if has_bias else None
+        return self.kernel(self.tensor(*(f"{name}.weight" for name in names)), bias, self.spec)
+
+    def head(self, embedding: torch.Tensor) -> Linear:
+        """The output layer of a tied model."""
+        return self.kernel(embedding, None, self.spec)
+
+    def norm(self, name: str) -> RMSNorm:
+        """An RMSNorm, its weight in the compute type."""
+        return RMSNorm(self.tensor(f"{name}.weight", dtype=self.spec.compute_dtype), self.config.norm_eps)
+
+    def _has_bias(self, name: str) -> bool:
+        kind = name.rsplit(".", 1)[-1]
+        if kind in ("q_proj", "k_proj", "v_proj"):
+            return self.config.qkv_bias
+        return self.config.o_bias if kind == "o_proj" else self.config.mlp_bias and kind != "lm_head"
