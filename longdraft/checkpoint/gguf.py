@@ -172,7 +172,7 @@ class _Metadata:
         value = self._number(key, default, (int, float), "a finite number above 0")
         # Stored as float32: its shortest decimal is what the original config said (1e-05, not 9.999999747e-06).
         short = float(str(np.float32(value)))
-        return short if np.float32(short) == value else float(value)
+        return short if float(np.float32(short)) == value else float(value)
 
     def _number(self, key: str, default: float | None, types: tuple[type, ...], expected: str) -> int | float:
         value = self.get(key, default)

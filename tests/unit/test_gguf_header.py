@@ -241,6 +241,7 @@ def check_mutation(small, tmp_path_factory, changes):
 quiet = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # block scales that became infinite
 @settings(quiet, max_examples=300)
 @given(changes=mutations)
 def test_mutations(small, tmp_path_factory, changes):
@@ -248,6 +249,7 @@ def test_mutations(small, tmp_path_factory, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # block scales that became infinite
 @settings(quiet, max_examples=5000)
 @given(changes=mutations)
 def test_many_mutations(small, tmp_path_factory, changes):

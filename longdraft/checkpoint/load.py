@@ -1,0 +1,116 @@
+"""A model's name or path → a ``Checkpoint``. The one place that knows which file formats there are."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+
+from longdraft.checkpoint.base import Checkpoint
+from longdraft.checkpoint.bundled import NAME as BUNDLED
+from longdraft.checkpoint.bundled import require_bundled
+from longdraft.checkpoint.folder import generation_defaults, read_chat_template, read_json
+from longdraft.checkpoint.gguf import GGUFWeights, eos_token_ids, hf_config
+from longdraft.checkpoint.gguf_header import read_header
+from longdraft.checkpoint.safetensors import SafetensorsWeights
+from longdraft.checkpoint.ties import resolve_tie
+from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.errors import MissingDependencyError, ModelFileError, ModelNotFoundError
+from longdraft.models.config import ModelConfig, parse_hf_config
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.gguf"]
+
+
+def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool = False) -> Checkpoint:
+    """Read a checkpoint's headers and text tools; tensors are read when asked for.
+
+    ``model`` is a folder in the Hugging Face layout, a GGUF file, the name of the embedded model (also the default),
+    or a hub id whose files are cached. Only ``download=True`` lets a hub id use the network.
+
+    Raises ``ModelNotFoundError``, ``ModelFileError`` or ``UnsupportedModelError``.
+    """
+    if model is None or str(model).lower() == BUNDLED:
+        return _from_gguf(require_bundled(), BUNDLED)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(path, path.resolve().name)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            fix = "Give a GGUF file, or the folder that holds config.json and the safetensors files."
+            raise ModelFileError(path, "is not a model file of a known kind", fix=fix)
+        return _from_gguf(path, path.stem)
+    if HUB_ID.fullmatch(str(model)):
+        return _from_folder(_hub_folder(str(model), download), str(model))
+    raise ModelNotFoundError(
+        f"There is no file or folder {str(model)!r}, and it is not a hub id of the form owner/name. "
+        f"Leave the model out (or say {BUNDLED!r}) for the embedded one."
+    )
+
+
+def _from_gguf(path: Path, name: str) -> Checkpoint:
+    header = read_header(path)
+    source = GGUFWeights(header)
+    config, warning = resolve_tie(parse_hf_config(hf_config(header), source=str(path)), source)
+    template = header.metadata.get("tokenizer.chat_template")
+    tokenizer = Tokenizer.from_gguf(header.metadata)
+    return Checkpoint(
+        name=name,
+        path=str(path),
+        config=config,
+        weights=source,
+        tokenizer=_fitting(tokenizer, config, path),
+        chat_template=template if isinstance(template, str) else None,
+        eos_token_ids=eos_token_ids(header),
+        warnings=(warning,) if warning else (),
+    )
+
+
+def _from_folder(path: Path, name: str) -> Checkpoint:
+    if not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _from_gguf(files[0], name)
+        fix = f"Name one of: {', '.join(f.name for f in files)}." if files else "Is this a model's folder?"
+        raise ModelFileError(path, "holds no config.json", fix=fix)
+    source = SafetensorsWeights(path)
+    raw = read_json(path / "config.json")
+    config, warning = resolve_tie(parse_hf_config(raw, source=str(path / "config.json")), source)
+    eos, defaults = generation_defaults(path)
+    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+    return Checkpoint(
+        name=name,
+        path=str(path),
+        config=config,
+        weights=source,
+        tokenizer=_fitting(tokenizer, config, path) if tokenizer else None,
+        chat_template=read_chat_template(path),
+        eos_token_ids=eos,
+        generation_defaults=defaults,
+        warnings=tuple(w for w in (warning, *source.warnings) if w),
+    )
+
+
+def _fitting(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> Tokenizer:
+    """A model may have more embedding rows than tokens (padding), never fewer."""
+    if tokenizer.vocab_size > config.vocab_size:
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size} embedding rows"
+        raise ModelFileError(path, problem, fix="Tokenizer and weights belong to different models.")
+    return tokenizer
+
+
+def _hub_folder(repo: str, download: bool) -> Path:
+    """The cached snapshot of a hub repository, fetched first if ``download`` allows it."""
+    if find_spec("huggingface_hub") is None:
+        raise MissingDependencyError("huggingface-hub", f"Loading {repo!r} from the hub", 'pip install "longdraft[hf]"')
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=HUB_FILES, local_files_only=not download))
+    except Exception as error:  # the hub's exceptions have changed with every major version
+        reason = "could not be downloaded" if download else "is not in the local hub cache, and the network is off"
+        raise ModelNotFoundError(
+            f"{repo!r} {reason} ({type(error).__name__}). Run: hf download {repo}"
+            + ("" if download else ", or allow the network with --download (download=True)")
+        ) from error

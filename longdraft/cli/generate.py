@@ -1,0 +1,127 @@
+"""``longdraft generate``: complete one or more prompts from the command line, files or stdin."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longdraft.cli import options
+from longdraft.errors import InvalidValueError
+
+MAX_PROMPT_BYTES = 64 * 2**20
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue. Left out or '-': read from stdin.")] = None,
+    file: Annotated[list[Path] | None, typer.Option("--file", "-f", help="A prompt from a file; may be repeated.")] = None,
+    model: options.Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user's message.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
+    dtype: options.Dtype = "auto",
+    kv_dtype: options.KVDtype = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory_bytes: options.KVMemory = None,
+    json: options.Json = False,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Close with figures on stderr.")] = True,
+    download: options.Download = False,
+) -> None:
+    """Complete prompts. Text goes to stdout; progress and figures go to stderr."""
+    from longdraft.config import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    prompts = read_prompts(prompt, file or [])
+    llm = options.make_llm(model, dtype, kv_dtype, max_model_len, kv_cache_memory_bytes, download)
+    results = _run(llm, prompts, params, chat)
+    _show(llm, results, json, stats)
+    failed = [error for result in results for error in [result.outputs[0].error] if error]
+    if failed:
+        typer.secho(f"error: {len(failed)} of {len(results)} requests failed: {failed[0]}", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def read_prompts(prompt: str | None, paths: list[Path]) -> list[str]:
+    """The prompts of the command line: the argument, each file, or all of stdin."""
+    prompts = [_read_file(path) for path in paths]
+    if prompt is not None and prompt != "-":
+        prompts.insert(0, prompt)
+    elif prompt == "-" or not paths:
+        if prompt is None and sys.stdin.isatty():
+            raise InvalidValueError("prompt", None, "must be given", "Pass it as an argument, by --file, or on stdin.")
+        prompts.insert(0, _decode("stdin", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)))
+    return prompts
+
+
+def _read_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return _decode(str(path), file.read(MAX_PROMPT_BYTES + 1))
+    except OSError as error:
+        raise InvalidValueError("--file", str(path), f"must be a readable file ({error.strerror})") from error
+
+
+def _decode(name: str, data: bytes) -> str:
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InvalidValueError("prompt", name, f"must be at most {MAX_PROMPT_BYTES // 2**20} MiB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValueError("prompt", name, f"must be UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _run(llm, prompts: list[str], params, chat: bool):  # noqa: ANN001, ANN202 - LLM and SamplingParams, lazily
+    from longdraft.cli.progress import Progress, track
+
+    if chat:
+        talks = [[{"role": "user", "content": text}] for text in prompts]
+    num_tokens = sum(len(llm.tokenizer.encode(text)) for text in prompts) if llm.tokenizer else 0
+    with Progress() as progress:
+        on_step = track(progress, num_tokens, len(prompts) * params.max_tokens)
+        if chat:
+            return llm.chat(talks, params, on_step=on_step)
+        return llm.generate(prompts, params, on_step=on_step)
+
+
+def _show(llm, results, json: bool, stats: bool) -> None:  # noqa: ANN001
+    import json as jsonlib
+
+    from rich.console import Console
+
+    from longdraft.cli.report import figures, setting, table
+
+    run, where = figures(llm, results), setting(llm)
+    if json:
+        rows = [
+            {
+                "text": result.text,
+                "token_ids": result.outputs[0].token_ids,
+                "finish_reason": result.outputs[0].finish_reason,
+                "error": result.outputs[0].error,
+                "prompt_tokens": result.stats.prompt_tokens,
+            }
+            for result in results
+        ]
+        print(jsonlib.dumps({**where, "results": rows, "plain": run}))
+        return
+    for i, result in enumerate(results, start=1):
+        if len(results) > 1:
+            typer.echo(f"--- {i} ({result.outputs[0].finish_reason})")
+        typer.echo(result.text)
+    if stats:
+        Console(stderr=True).print(table("", run, where))

@@ -1,0 +1,74 @@
+"""Figures of a run as one dictionary, and that dictionary as a table: what ``demo`` and ``generate`` close with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
+    from longdraft.outputs import RequestOutput
+
+
+def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
+    """What the engine did for ``results`` (its only requests so far).
+
+    ``tokens`` counts all output tokens. Each request's first one comes out of its prefill, so ``tokens_per_s`` is
+    decoded tokens over decoding seconds.
+    """
+    stats, store = llm.engine.stats, llm.engine.store
+    return {
+        "tokens": sum(result.stats.output_tokens for result in results),
+        "tokens_per_s": rate(stats.decode_tokens, stats.decode_s),
+        "seconds": stats.prefill_s + stats.decode_s,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "prefill_tokens": stats.prefill_tokens,
+        "prefill_tokens_per_s": rate(stats.prefill_tokens, stats.prefill_s),
+        "decode_steps": stats.decode_steps,
+        "preemptions": stats.preemptions,
+        "kv_bytes_per_token": store.bytes_per_token,
+        "kv_bytes_used": stats.peak_kv_pages * store.layout.page_size * store.bytes_per_token,
+        "kv_tokens_capacity": store.num_pages * store.layout.page_size,
+    }
+
+
+def setting(llm: LLM) -> dict[str, object]:
+    """What the figures were measured on."""
+    from longdraft.kernels.dispatch import select
+
+    spec = llm.model.spec
+    return {
+        "model": llm.checkpoint.name,
+        "device": str(llm.model.device),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "kv_dtype": str(spec.kv_dtype).removeprefix("torch."),
+        "kernels": {op: select(op, spec).name for op in ("attention", "linear")},
+        "exactness": llm.exactness,
+    }
+
+
+def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table:
+    """The figures a person wants to see."""
+    out = Table(title=title, show_header=False, title_justify="left")
+    out.add_column(style="bold")
+    out.add_column(justify="right")
+    out.add_row("prefill", f"{run['prefill_tokens']:,} tokens, {run['prefill_tokens_per_s']:,.0f} tokens/s")
+    out.add_row("decode", f"{run['tokens']:,} tokens, {run['tokens_per_s']:,.1f} tokens/s")
+    out.add_row("time", f"{run['prefill_s']:.1f} s prefill, {run['decode_s']:.1f} s decode")
+    used, per_token = run["kv_bytes_used"], run["kv_bytes_per_token"]
+    out.add_row("KV cache", f"{used / 2**20:,.0f} MiB used, {per_token / 2**10:,.1f} KiB per token")
+    out.add_row("KV capacity", f"{run['kv_tokens_capacity']:,} tokens")
+    if run["preemptions"]:
+        out.add_row("preemptions", f"{run['preemptions']}")
+    kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
+    out.add_row("kernels", f"{kernels} ({where['dtype']}, KV {where['kv_dtype']}, {where['device']})")
+    out.add_row("exactness", str(where["exactness"]))
+    return out
+
+
+def rate(count: int, seconds: float) -> float:
+    """``count`` per second; 0 where nothing was timed."""
+    return count / seconds if seconds > 0 else 0.0
