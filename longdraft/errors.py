@@ -6,6 +6,12 @@ Owns every exception the package raises on purpose; imports nothing from the pac
 from __future__ import annotations
 
 
+def _brief(value: object) -> str:
+    """``repr`` cut to a line: values may be megabytes long."""
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."
+
+
 class LongDraftError(Exception):
     """Base of every error that LongDraft raises on purpose."""
 
@@ -18,10 +24,7 @@ class InvalidValueError(LongDraftError, ValueError):
 
     def __init__(self, what: str, value: object, limit: str, fix: str = "") -> None:
         self.what, self.value, self.limit, self.fix = what, value, limit, fix
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{what} is {shown}, but {limit}." + (f" {fix}" if fix else ""))
+        super().__init__(f"{what} is {_brief(value)}, but {limit}." + (f" {fix}" if fix else ""))
 
 
 class ContextLengthError(InvalidValueError):
@@ -50,7 +53,7 @@ class UnsupportedModelError(LongDraftError):
 
     def __init__(self, what: str, value: object, supported: str, fix: str = "") -> None:
         self.what, self.value, self.supported = what, value, supported
-        super().__init__(f"{what} = {value!r} is not supported ({supported})." + (f" {fix}" if fix else ""))
+        super().__init__(f"{what} = {_brief(value)} is not supported ({supported})." + (f" {fix}" if fix else ""))
 
 
 class TemplateError(LongDraftError):

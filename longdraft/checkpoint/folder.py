@@ -9,6 +9,8 @@ from typing import NoReturn
 from longdraft.errors import ModelFileError
 
 CONFIG_LIMIT = 2**20  # bytes; real ones hold a few thousand
+TOKENIZER_CONFIG_LIMIT = 2**25  # holds every added token of some models
+TEMPLATE_LIMIT = 2**20
 # Neither a sampling setting nor a limit, so no default of a request.
 _BOOKKEEPING = frozenset(
     """transformers_version eos_token_id bos_token_id pad_token_id decoder_start_token_id use_cache
@@ -73,3 +75,19 @@ def _token_ids(path: Path, value: object) -> tuple[int, ...]:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise ModelFileError(path, f"eos_token_id holds {token!r:.80}, which is not a token id")
     return tuple(dict.fromkeys(ids))
+
+
+def read_chat_template(folder: Path | str) -> str | None:
+    """The folder's chat template: ``chat_template.jinja``, else the one in ``tokenizer_config.json``, else ``None``."""
+    path = Path(folder, "chat_template.jinja")
+    if path.exists():
+        data = path.read_bytes()[: TEMPLATE_LIMIT + 1]
+        if len(data) > TEMPLATE_LIMIT:
+            raise ModelFileError(path, f"is larger than {TEMPLATE_LIMIT} bytes, the limit for this file")
+        return data.decode("utf-8", errors="replace")
+    path = Path(folder, "tokenizer_config.json")
+    template = read_json(path, TOKENIZER_CONFIG_LIMIT).get("chat_template") if path.exists() else None
+    if isinstance(template, list):  # several by name, in older files
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

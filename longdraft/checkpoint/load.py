@@ -12,11 +12,11 @@ from longdraft.checkpoint.bundled import NAME as BUNDLED
 from longdraft.checkpoint.bundled import require_bundled
 from longdraft.checkpoint.folder import generation_defaults, read_chat_template, read_json
 from longdraft.checkpoint.gguf import GGUFWeights, eos_token_ids, hf_config
-from longdraft.checkpoint.gguf_header import read_header
+from longdraft.checkpoint.gguf_header import GGUFHeader, read_header
 from longdraft.checkpoint.safetensors import SafetensorsWeights
 from longdraft.checkpoint.ties import resolve_tie
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.errors import MissingDependencyError, ModelFileError, ModelNotFoundError
+from longdraft.errors import InvalidValueError, MissingDependencyError, ModelFileError, ModelNotFoundError
 from longdraft.models.config import ModelConfig, parse_hf_config
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -52,7 +52,7 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
 def _from_gguf(path: Path, name: str) -> Checkpoint:
     header = read_header(path)
     source = GGUFWeights(header)
-    config, warning = resolve_tie(parse_hf_config(hf_config(header), source=str(path)), source)
+    config, warning = resolve_tie(_gguf_config(header), source)
     template = header.metadata.get("tokenizer.chat_template")
     tokenizer = Tokenizer.from_gguf(header.metadata)
     return Checkpoint(
@@ -65,6 +65,13 @@ def _from_gguf(path: Path, name: str) -> Checkpoint:
         eos_token_ids=eos_token_ids(header),
         warnings=(warning,) if warning else (),
     )
+
+
+def _gguf_config(header: GGUFHeader) -> ModelConfig:
+    try:
+        return parse_hf_config(hf_config(header), source=header.path)
+    except InvalidValueError as error:  # in a binary file, a senseless number is damage, not something to edit
+        raise ModelFileError(header.path, f"its metadata makes no sense: {error}") from error
 
 
 def _from_folder(path: Path, name: str) -> Checkpoint:

@@ -103,6 +103,7 @@ class Tokenizer:
         already starts with BOS gets no second one. With ``allow_special=False`` the names of control tokens in
         ``text`` are plain text. Raises ``InvalidValueError`` for what is not text.
         """
+        _check_text(text)
         if not allow_special and self._mentions_special(text):
             return self._run(self._plain[0], text, add_special_tokens)
         ids = self._run(self._backend, text, add_special_tokens)
@@ -114,10 +115,10 @@ class Tokenizer:
 
         A control token counts unless the character ``mark`` stands inside its name; the marks themselves are dropped.
         """
+        _check_text(text)
         plain, aliases = self._plain
-        if aliases:
-            names = "|".join(re.escape(name) for name in sorted(aliases, key=len, reverse=True))
-            text = re.sub(names, lambda match: aliases[match[0]], text)
+        names = "|".join(re.escape(name) for name in sorted(aliases, key=len, reverse=True)) or "(?!)"
+        text = re.sub(names, lambda match: aliases[match[0]], text)
         return self._run(plain, text.replace(mark, ""), False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -128,13 +129,10 @@ class Tokenizer:
         with _library_errors("this tokenizer"):
             return self._backend.decode([i for i in known if i < self.vocab_size], skip_special_tokens)
 
-    def _run(self, backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-        try:
+    @staticmethod
+    def _run(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+        with _library_errors("this tokenizer"):  # as when a vocabulary has no token for an unknown word
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # also raised for lone surrogates
-            raise InvalidValueError("the text", text, "it must be a string of valid Unicode characters") from error
-        except Exception as error:
-            raise InvalidValueError("the text", text, f"this tokenizer cannot encode it ({error})") from error
 
     def _mentions_special(self, text: str) -> bool:
         normalizer = self._backend.normalizer
@@ -170,36 +168,40 @@ def _library_errors(file: object) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # KeyboardInterrupt and its like
-        raise ModelFileError(file, f"the tokenizer in it is damaged ({str(error)[:200]})") from error
+        raise ModelFileError(file, f"the tokenizers library refused it ({str(error)[:200]})") from error
 
 
-def _read_text(path: Path) -> str:
+def _check_text(text: str) -> None:
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise ModelFileError(path, f"has more than {MAX_FILE >> 20} MiB, too much for a tokenizer")
-        return path.read_text("utf-8")
+        text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise InvalidValueError("the text", text, "it must be a string of valid Unicode characters") from error
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_FILE:
+            raise ModelFileError(file, f"has more than {MAX_FILE >> 20} MiB, too much for a tokenizer")
+        return file.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise ModelFileError(file, "is missing", fix="Save the model's tokenizer with transformers 5 first.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(path, f"cannot be read ({error})") from error
+        raise ModelFileError(file, f"cannot be read ({error})") from error
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(file: Path) -> dict:
     """The object in an optional JSON file, empty where there is no such file."""
-    if not path.exists():
-        return {}
     try:
-        data = json.loads(_read_text(path))
+        data = json.loads(_read_text(file)) if file.exists() else {}
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(path, f"is not valid JSON ({error})") from error
+        raise ModelFileError(file, f"is not valid JSON ({error})") from error
     if not isinstance(data, dict):
-        raise ModelFileError(path, "does not hold a JSON object")
+        raise ModelFileError(file, "does not hold a JSON object")
     return data
 
 
 def _read_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
-    if not file.exists():
-        fix = "Save it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-        raise ModelFileError(file, "is missing", fix=fix)
     text = _read_text(file)
     config, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     if "added_tokens_decoder" not in config:  # written before transformers 4.34
@@ -273,7 +275,7 @@ def _added_token(value: dict, **fixed: bool) -> AddedToken:
 
 
 def _add_config_tokens(backend: Backend, config: dict, named: dict[str, str]) -> dict[str, str]:
-    """Add the tokens that ``tokenizer_config.json`` declares; returns its named ones, over the class's own ``named``."""
+    """Add the tokens that ``tokenizer_config.json`` declares; returns its named ones, after the class's ``named``."""
     declared = {int(i): _added_token(value) for i, value in (config.get("added_tokens_decoder") or {}).items()}
     backend.add_tokens([declared[i] for i in sorted(declared)])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []

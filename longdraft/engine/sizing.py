@@ -76,7 +76,7 @@ def size_engine(
 
 def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
     """The context length in tokens: what was asked for, checked against what the model can do, or the model's own."""
-    own = config.max_position_embeddings
+    own = config.context_length
     if max_model_len is None:
         max_model_len = own
     check_int("max_model_len", max_model_len, 2, own, "The model was not made for longer contexts.")

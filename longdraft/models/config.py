@@ -54,6 +54,14 @@ class ModelConfig:
     tie_embeddings: bool = False
     sliding_window: int | None = None  # only a window >= max_model_len is accepted (= full attention)
 
+    @property
+    def context_length(self) -> int:
+        """Longest context in tokens: position scaling by a factor stretches the length it starts from (as in vLLM)."""
+        own, rope = self.max_position_embeddings, self.rope
+        if rope.kind == "yarn":
+            return max(own, int(rope.factor * (rope.original_max_len or own)))
+        return int(rope.factor * own) if rope.kind == "linear" else own
+
 
 @dataclass(frozen=True)
 class _Family:

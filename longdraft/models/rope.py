@@ -111,7 +111,6 @@ class RotaryTable:
             self._grow(last + 1)
         return self._cos[positions], self._sin[positions]
 
-    @torch.inference_mode(False)  # the table outlives a forward under inference mode, and training may read it too
     def _grow(self, length: int) -> None:
         have = len(self._cos)
         if length <= have:

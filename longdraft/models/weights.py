@@ -58,7 +58,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_names_and_shapes(config: ModelConfig, source: WeightSource) -> None:
     """Raise ``ModelFileError`` naming the first missing, misshapen or unconsumed tensor.
 
-    A tied model may carry an ``lm_head.weight``: the tie wins (see ``checkpoint``, which warns when they differ).
+    A tied model may carry an ``lm_head.weight`` equal to its embedding (``checkpoint/ties.py`` sees to that).
     Buffers that some exporters write (``rotary_emb.inv_freq``) are recomputed and may be present.
     """
     have, want = source.shapes(), expected_shapes(config)

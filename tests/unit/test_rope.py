@@ -39,7 +39,7 @@ BLOCKS = {
     "yarn-mscale": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
     "yarn-one-mscale": YARN | {"mscale": 0.707},
     "yarn-shrink": YARN | {"factor": 0.5},
-    "yarn-step": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn-step": YARN | {"original_max_position_embeddings": 6},  # the ramp begins and ends at pair 0
 }
 SIZES = {"vocab_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 POSITIONS = torch.arange(4001)
