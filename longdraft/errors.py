@@ -49,7 +49,7 @@ class ModelFileError(LongDraftError):
 
 
 class UnsupportedModelError(LongDraftError):
-    """The model asks for something LongDraft does not do; refused by name, since ignoring it would change the output."""
+    """The model asks for something LongDraft does not do; refused, since ignoring it would change the output."""
 
     def __init__(self, what: str, value: object, supported: str, fix: str = "") -> None:
         self.what, self.value, self.supported = what, value, supported

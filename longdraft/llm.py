@@ -105,8 +105,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; results come in the order of the prompts.
 
-        A prompt is text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``. ``sampling_params`` is one for
-        all or one per prompt. ``on_step(engine, outputs)`` is called after every step.
+        A prompt is text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``. ``sampling_params`` is one
+        for all or one per prompt. ``on_step(engine, outputs)`` is called after every step.
 
         Raises ``InvalidValueError`` or ``ContextLengthError`` before anything is computed if any prompt is unusable.
         """
@@ -180,7 +180,9 @@ class LLM:
     def _text_tools(self) -> Tokenizer:
         if self.tokenizer is None:
             fix = "Pass tokenizer=FOLDER, or give prompts as token ids."
-            raise InvalidValueError("tokenizer", None, f"is needed for text: {self.checkpoint.path} has no tokenizer", fix)
+            raise InvalidValueError(
+                "tokenizer", None, f"is needed for text: {self.checkpoint.path} has no tokenizer", fix
+            )
         return self.tokenizer
 
 
@@ -203,5 +205,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) 
         return [params or SamplingParams()] * n
     params = list(params)
     if len(params) != n or not all(isinstance(p, SamplingParams) for p in params):
-        raise InvalidValueError("sampling_params", params, f"must be one SamplingParams, or one for each of {n} prompts")
+        raise InvalidValueError(
+            "sampling_params", params, f"must be one SamplingParams, or one for each of {n} prompts"
+        )
     return params

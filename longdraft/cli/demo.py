@@ -34,9 +34,8 @@ def demo(
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
     llm = options.make_llm(model, dtype=dtype, download=download)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
-    console.print(
-        f"[bold]{llm.checkpoint.name}[/] continues {batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
-    )
+    sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
+    console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with Progress() as progress:
         results = llm.generate(prompts, params, on_step=track(progress, batch * prompt_tokens, batch * max_tokens))
@@ -53,7 +52,7 @@ def demo(
 def passages(llm, batch: int, prompt_tokens: int, max_tokens: int) -> list[list[int]]:  # noqa: ANN001 - LLM, lazily
     """``batch`` windows of ``prompt_tokens`` token ids, spread evenly over the novel.
 
-    Raises ``ContextLengthError`` if prompt and continuation do not fit, ``InvalidValueError`` if the novel is too short.
+    Raises ``ContextLengthError`` if prompt and continuation do not fit, ``InvalidValueError`` if the novel is shorter.
     """
     import lzma
     from importlib.resources import files

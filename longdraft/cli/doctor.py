@@ -57,7 +57,9 @@ def _machine() -> dict[str, object]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "cores usable": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        "cores usable": len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count(),
         "threads of torch": torch.get_num_threads(),
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": ", ".join(gpus) or "none (not needed)",

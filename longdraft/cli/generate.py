@@ -15,8 +15,12 @@ MAX_PROMPT_BYTES = 64 * 2**20
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue. Left out or '-': read from stdin.")] = None,
-    file: Annotated[list[Path] | None, typer.Option("--file", "-f", help="A prompt from a file; may be repeated.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue. Left out or '-': read from stdin.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="A prompt from a file; may be repeated.")
+    ] = None,
     model: options.Model = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user's message.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.")] = 128,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from itertools import count
 
 import torch
@@ -28,9 +29,7 @@ class Engine:
     def __init__(self, model: Transformer, config: EngineConfig, eos_token_ids: Iterable[int] = ()) -> None:
         self.model, self.config = model, config
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.store = PagedStore(
-            model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device
-        )
+        self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
         self.scheduler = Scheduler(config, self.store)
         self.runner = Runner(model, self.store)
         self.stats = EngineStats()
@@ -125,8 +124,11 @@ class Engine:
 
     def _draw(self, batch: Batch, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """The token drawn from each row of ``logits [R, V]``, and whether that row is unusable (NaN or no maximum)."""
-        wanted = [(row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)
-                  for row in batch.rows for i in range(row.num_logits)]  # position of the token to be drawn
+        wanted = [
+            (row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)
+            for row in batch.rows
+            for i in range(row.num_logits)
+        ]  # position of the token to be drawn
         if not wanted:
             return [], []
         broken = ~logits.amax(dim=-1).isfinite()

@@ -51,7 +51,7 @@ def size_engine(
     block_size: int,
     seed: int,
 ) -> EngineConfig:
-    """The engine's sizes. A ``max_model_len`` that was asked for must fit in the KV cache; the model's own is cut to it.
+    """The engine's sizes. A ``max_model_len`` that was asked for must fit in the KV cache; the model's own is cut.
 
     Raises ``InvalidValueError``, ``KVCapacityError`` or ``UnsupportedModelError``.
     """

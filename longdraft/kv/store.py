@@ -32,7 +32,9 @@ class PagedStore:
             self.k = torch.empty(shape, dtype=dtype, device=device)
             self.v = torch.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:
-            need = 2 * num_layers * num_pages * layout.page_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+            need = (
+                2 * num_layers * num_pages * layout.page_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+            )
             raise KVCapacityError(
                 f"The KV cache of {need / 2**30:.1f} GiB could not be allocated. Pass a smaller kv_cache_memory_bytes."
             ) from error

@@ -1,4 +1,4 @@
-"""Rotary embedding: inverse frequencies under each scaling rule, and the table of cosines and sines.
+"""Rotary embedding: inverse frequencies under each scaling rule (YaRN: arXiv:2309.00071), and their table.
 
 Owns the arithmetic, which follows ``transformers`` operation for operation so that the float32 results are the same
 bits. What the settings are and whether they are valid is the business of ``models/config``.
@@ -53,7 +53,7 @@ def _llama3(inv_freq: torch.Tensor, rope: RopeConfig, original: int) -> torch.Te
 
 
 def _yarn(rope: RopeConfig, head_dim: int, original: int) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071): a linear ramp over the pairs, from unscaled to divided by ``factor``."""
+    """YaRN: a linear ramp over the pairs, from unscaled to divided by ``factor``."""
 
     def pair_of(turns: float) -> float:
         """The pair, counted continuously, that makes ``turns`` full turns within the original context."""

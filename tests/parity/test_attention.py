@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from longdraft.errors import InvalidValueError
 from longdraft.kernels.attention.padded import PaddedAttention, rectangles
 from longdraft.kernels.attention.ref import ReferenceAttention
 from longdraft.kernels.dispatch import CallSpec, explain, select
 from longdraft.kernels.layout import PlainLayout
 from longdraft.kv.store import PagedStore
-from longdraft.errors import InvalidValueError
 from longdraft.view import AttnPlan
 
 DIM = 8

@@ -63,7 +63,10 @@ def test_llama3_scaling_reaches_the_logits(tmp_path, form):
     if form == "rope_parameters":
         config["rope_parameters"] = parameters
     else:
-        config |= {"rope_theta": 10000.0, "rope_scaling": {"rope_type" if form != "type" else "type": "llama3", **scaling}}
+        config |= {
+            "rope_theta": 10000.0,
+            "rope_scaling": {"rope_type" if form != "type" else "type": "llama3", **scaling},
+        }
     (scaled / "config.json").write_text(json.dumps(config))
     checkpoint = load_checkpoint(scaled)
     (got,) = chunked_logits(Transformer(checkpoint.config, checkpoint.weights), [ids], [100])

@@ -1,12 +1,12 @@
 """The scheduler without a model: alternation, admission, preemption order, limits."""
 
+import torch
+
 from longdraft.config import EngineConfig, SamplingParams
 from longdraft.core import Sequence, Status
 from longdraft.engine.scheduler import Scheduler
 from longdraft.kernels.layout import PlainLayout
 from longdraft.kv.store import PagedStore
-
-import torch
 
 
 def make(num_pages=8, **sizes):

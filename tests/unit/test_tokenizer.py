@@ -25,7 +25,21 @@ transformers = pytest.importorskip("transformers")
 NOVELS = sorted(p.name for p in (Path(module.__file__).parents[1] / "data").glob("*.txt.xz"))
 UTF8 = "naïve 🙂🙂 한국어 日本語 ďábelské 👩‍🚀 end"
 HARD = [
-    *("", " ", "  ", "\n", "\n\n  \n x", "\t 12", "   123", "a1b22", "1,234.5", "12345678901", " 1", "  1  2 ", "x\r\ny"),
+    *(
+        "",
+        " ",
+        "  ",
+        "\n",
+        "\n\n  \n x",
+        "\t 12",
+        "   123",
+        "a1b22",
+        "1,234.5",
+        "12345678901",
+        " 1",
+        "  1  2 ",
+        "x\r\ny",
+    ),
     *(UTF8, "Ａ１２ ⅷ ½ ²", "e\u0301 \u00e9", "\u200b\ufeff\u00a0x", "\ue000\U0010fffd", "it's I'LL we've"),
     "def f(x):\n\tif x != 0x1F:\n        return {'a': [1, 2.50]}  # done\n\n\n",
     "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
@@ -230,7 +244,20 @@ def sentencepiece_keys() -> dict:
 )
 def test_sentencepiece(tmp_path, sentencepiece_keys, changes):
     ours, theirs = both(tmp_path, sentencepiece_keys | changes)
-    for text in ["hi", " hi", "  hi", "hi hi  abab", "", " ", "a</s>hi", "a</s> hi", "bab ab", UTF8, "\n\t", "hi <unk>x"]:
+    for text in [
+        "hi",
+        " hi",
+        "  hi",
+        "hi hi  abab",
+        "",
+        " ",
+        "a</s>hi",
+        "a</s> hi",
+        "bab ab",
+        UTF8,
+        "\n\t",
+        "hi <unk>x",
+    ]:
         assert_same(ours, theirs, text)
     assert ours.decode(ours.encode(UTF8)) == UTF8
 
@@ -259,7 +286,7 @@ def test_refused_kinds(byte_level_keys, changes, named):
 
 DAMAGE = [
     *({"tokens": value} for value in (None, [], "abc", [1, 2], ["a", None])),
-    *({"merges": value} for value in (None, [], ["a"], ["a zzz"], ["h e l"], [""], [5], ["< |"])),
+    *({"merges": value} for value in (None, [], ["a"], ["a zzz"], ["h e l"], [""], [5], ["< ~"])),
     *({"token_type": value} for value in ([1], ["x"], 3)),
     *({"bos_token_id": value} for value in (-1, 10**6, "1", True, 1.0)),
     *({"padding_token_id": value} for value in (2**63,)),
@@ -287,4 +314,192 @@ def test_repeated_and_endless_tokens(sentencepiece_keys):
     for last, problem in (("hi", "more than once"), ("x" * 5000, "5000 characters")):
         tokens = [*sentencepiece_keys["tokens"][:-1], last]
         with pytest.raises(ModelFileError, match=problem):
-            Tokenizer.from_gguf({f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"tokens": tokens}).items()})
+            Tokenizer.from_gguf(
+                {f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"tokens": tokens}).items()}
+            )
+
+
+# --- folders with a tokenizer.json ------------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, backend: Backend, config: dict, model_type: str = "llama", **others: dict) -> None:
+    backend.save(str(folder / "tokenizer.json"))
+    for name, data in {"tokenizer_config": config, "config": {"model_type": model_type}, **others}.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def byte_level(adds_bos: bool = False) -> Backend:
+    """Like SmolLM2's: digits are cut out one by one, which GPT2Tokenizer of transformers 5 undoes."""
+    backend = Backend(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([*HARD, "the cat   in the hat   12"] * 3, trainer)
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return backend
+
+
+def metaspace() -> Backend:
+    """Like Llama 2's: spaces are replaced by a normalizer, which LlamaTokenizer of transformers 5 does not use."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"hix", "▁h", "hi", "▁hi", "▁▁"]
+    merges = [("▁", "h"), ("h", "i"), ("▁h", "i"), ("▁", "▁")]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in pieces[:3]])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+FOLDER_TEXTS = [*HARD, "the   12 <s>x</s> y", "<|im_end|>  hi", "  hi hi", "hi<s> hi", "<think>hi</think> [X]"]
+
+
+def assert_same_folder(folder: Path) -> Tokenizer:
+    ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in FOLDER_TEXTS:
+        ids = theirs(text).input_ids
+        doubled = ids[:2] == [ours.bos_token_id] * 2
+        assert ours.encode(text) == (ids[1:] if doubled else ids)
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    return ours
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer", None]
+)
+def test_byte_level_folder(tmp_path, name, model_type):
+    """The class that transformers picks decides on digits, on NFC and on the split."""
+    config = {"bos_token": "<s>", "eos_token": "</s>"} | ({"tokenizer_class": name} if name else {})
+    write_folder(tmp_path, byte_level(adds_bos=True), config, model_type)
+    assert_same_folder(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"legacy": True}, {"add_prefix_space": False}, {"tokenizer_class": "Other"}])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_metaspace_folder(tmp_path, settings, model_type):
+    write_folder(tmp_path, metaspace(), {"tokenizer_class": "LlamaTokenizerFast"} | settings, model_type)
+    assert_same_folder(tmp_path)
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("flag", [None, False, True])
+def test_add_bos_token_flag_is_not_read(tmp_path, adds_bos, flag):
+    """tokenizer.json alone decides, in transformers 5 and here."""
+    config = {"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    write_folder(tmp_path, byte_level(adds_bos), config | ({} if flag is None else {"add_bos_token": flag}))
+    ours = assert_same_folder(tmp_path)
+    assert ours.encode("hi")[:1] == ([0] if adds_bos else ours.encode("hi", add_special_tokens=False)[:1])
+
+
+@pytest.mark.parametrize("kind", [transformers.PreTrainedTokenizerFast, transformers.LlamaTokenizerFast])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_folder_saved_by_transformers(tmp_path, kind, adds_bos):
+    if kind is transformers.LlamaTokenizerFast:
+        data = json.loads(metaspace().to_str())["model"]
+        vocabulary = {"vocab": data["vocab"], "merges": [tuple(m) for m in data["merges"]]}
+        saved = kind(**vocabulary, add_bos_token=adds_bos)
+    else:
+        saved = kind(tokenizer_object=byte_level(), bos_token="<s>", add_bos_token=adds_bos, pad_token="[X]")
+    saved.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ours = assert_same_folder(tmp_path)
+    assert (ours.encode("hi")[0] == ours.bos_token_id) is adds_bos
+
+
+def test_tokens_declared_beside_tokenizer_json(tmp_path):
+    """In added_tokens_decoder, as extra tokens, and in the older special_tokens_map.json."""
+    think = {"content": "<think>", "special": False, "normalized": False}
+    end = {"content": "<|im_end|>", "special": True, "rstrip": True, "normalized": False}
+    config = {"added_tokens_decoder": {"400": think, "2": end}, "extra_special_tokens": ["</think>"]}
+    write_folder(tmp_path, byte_level(), config | {"eos_token": {"__type": "AddedToken", "content": "</s>"}})
+    assert assert_same_folder(tmp_path).eos_token_id == 1
+    old = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "additional_special_tokens": ["[X]", "<think>"]}
+    write_folder(tmp_path, byte_level(), {"eos_token": "<s>"}, special_tokens_map=old)
+    assert assert_same_folder(tmp_path).eos_token_id == 1
+
+
+def test_text_that_starts_with_bos_gets_no_second_one(tmp_path):
+    write_folder(tmp_path, byte_level(adds_bos=True), {"bos_token": "<s>"})
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.encode("<s>hi") == ours.encode("hi")
+    assert ours.encode("<s>") == ours.encode("") == [0]
+    assert ours.encode("<s><s>hi")[:3] == [0, 0, ours.encode("hi")[1]]
+    plain = ours.encode("<s>hi", allow_special=False)
+    assert plain[0] == 0 and 0 not in plain[1:] and ours.decode(plain) == "<s>hi"
+    write_folder(tmp_path, byte_level(), {"bos_token": "<s>"})
+    assert Tokenizer.from_folder(tmp_path).encode("<s><s>hi")[:2] == [0, 0]  # nothing was added, so nothing is removed
+
+
+def test_truncation_and_padding_are_ignored(tmp_path):
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    write_folder(tmp_path, backend, {})
+    assert_same_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(
+            ("tokenizer.json", text)
+            for text in (None, "", "{}", "[]", "[" * 5000, "\xff", '{"model": {"type": "BPE"}}')
+        ),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}'),  # a panic
+        *(("tokenizer_config.json", text) for text in ("{", "[]", "[" * 100000, "\xff", '{"bos_token": [1]}')),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {"content": 5}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+        ("config.json", "nul"),
+        ("special_tokens_map.json", "5"),
+    ],
+)
+def test_damaged_folder(tmp_path, name, content):
+    write_folder(tmp_path, byte_level(), {})
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ModelFileError, match=name):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_oversized_folder_and_missing_folder(tmp_path, monkeypatch):
+    write_folder(tmp_path, byte_level(), {})
+    monkeypatch.setattr(module, "MAX_FILE", 1000)
+    with pytest.raises(ModelFileError, match="MiB"):
+        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(ModelFileError, match="missing"):
+        Tokenizer.from_folder(os.fspath(tmp_path / "nowhere"))
+
+
+def test_refused_settings(tmp_path):
+    write_folder(tmp_path, byte_level(), {"split_special_tokens": True})
+    with pytest.raises(UnsupportedModelError, match="split_special_tokens"):
+        Tokenizer.from_folder(tmp_path)
+    words = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    write_folder(tmp_path, words, {"clean_up_tokenization_spaces": True})
+    with pytest.raises(UnsupportedModelError, match="clean_up"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_other_vocabularies(tmp_path, kind):
+    if kind == "WordLevel":
+        backend = Backend(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    else:
+        backend = Backend(models.Unigram([("<unk>", 0.0), ("<s>", -1.0), ("a", -2.0), ("b", -3.0)], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    write_folder(tmp_path, backend, {"bos_token": "<s>", "unk_token": "<unk>"})
+    ours = assert_same_folder(tmp_path)
+    assert 1 in ours.encode("a <s> b") and 1 not in ours.encode("a <s> b", allow_special=False)

@@ -9,7 +9,7 @@ from longdraft.kernels.dispatch import CallSpec
 
 
 class TorchLinear:
-    """y = x Wᵀ + b with inputs rounded to the weight's type, products summed and returned in the spec's compute type."""
+    """y = x Wᵀ + b with inputs rounded to the weight's type, products summed in the spec's compute type."""
 
     name = "torch"
 

@@ -1,0 +1,5 @@
+"""``python -m longdraft``."""
+
+from longdraft.cli.app import main
+
+main()

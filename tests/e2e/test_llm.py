@@ -1,0 +1,165 @@
+"""The offline API on a tiny folder and on the embedded model, as a user would call it."""
+
+import pytest
+import torch
+
+from longdraft import LLM, SamplingParams
+from longdraft.errors import (
+    ContextLengthError,
+    InvalidValueError,
+    ModelFileError,
+    ModelNotFoundError,
+    TemplateError,
+    UnsupportedModelError,
+)
+from tests.parity.models import tiny_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, dtype="float64", kv_cache_memory_bytes=2**22)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return LLM(max_model_len=512, kv_cache_memory_bytes=2**28)
+
+
+def test_greedy_equals_transformers(folder, llm):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    prompts = [[5, 6, 7], list(range(40)), [9]]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
+        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        assert result.outputs[0].token_ids == want[0, len(prompt) :].tolist()
+        assert result.prompt_token_ids == prompt
+
+
+def test_prompts_in_every_form_and_results_in_order(embedded):
+    text = "The capital of France is"
+    ids = embedded.tokenizer.encode(text)
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    results = embedded.generate(forms, GREEDY)
+    assert len({result.text for result in results}) == 1
+    assert "Paris" in results[0].text
+    assert embedded.generate(ids, GREEDY)[0].outputs[0].token_ids == results[0].outputs[0].token_ids
+    assert [r.prompt for r in results] == [text, None, text, None]
+
+
+def test_chat_answers_and_stops_at_end_of_turn(embedded):
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    one = embedded.chat(question, SamplingParams(temperature=0, max_tokens=40))
+    two = embedded.chat([question, question], SamplingParams(temperature=0, max_tokens=40))
+    assert one[0].text == "The capital of France is Paris."
+    assert one[0].outputs[0].finish_reason == "stop"
+    assert [r.text for r in two] == [one[0].text] * 2
+
+
+def test_statistics_and_exactness(llm):
+    (result,) = llm.generate([[1] * 20], GREEDY)
+    assert (result.stats.prompt_tokens, result.stats.output_tokens) == (20, len(result.outputs[0].token_ids))
+    assert result.stats.decode_tokens_per_s > 0
+    assert result.exactness == "identical"
+    assert LLM(llm.checkpoint.path, kv_cache_memory_bytes=2**22).exactness == "near-tie"
+
+
+def test_one_bad_prompt_leaves_nothing_behind(llm):
+    free = llm.engine.store.num_free_pages
+    for bad, error in (([128], InvalidValueError), ([], InvalidValueError), ([1] * 256, ContextLengthError)):
+        with pytest.raises(error):
+            llm.generate([[1, 2], bad], GREEDY)
+    assert not llm.engine.has_work
+    assert llm.engine.store.num_free_pages == free
+    assert llm.generate([[1, 2]], GREEDY)
+
+
+def test_an_interrupt_leaves_nothing_behind(llm):
+    def interrupt(engine, outputs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1] * 50, [2] * 50], GREEDY, on_step=interrupt)
+    assert not llm.engine.has_work
+    assert llm.engine.store.num_free_pages == llm.engine.store.num_pages
+
+
+@pytest.mark.parametrize("prompts", [b"bytes", 5, None, [None], [b"x"], [{"text": "x"}], [{"prompt": "a", "x": 1}]])
+def test_wrong_kinds_of_prompts(llm, prompts):
+    with pytest.raises(InvalidValueError, match="prompt"):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("params", ["greedy", [GREEDY], [GREEDY, None], 3])
+def test_wrong_sampling_params(llm, params):
+    with pytest.raises((InvalidValueError, TypeError)):
+        llm.generate([[1], [2]], params)
+
+
+def test_degenerate_prompts(embedded):
+    """Case O29: nothing to start from is refused, a blank is a prompt, nothing at all is no work."""
+    for empty in ("", ["a", ""], [[]]):
+        with pytest.raises(InvalidValueError, match="empty|at least one"):
+            embedded.generate(empty, GREEDY)
+    assert embedded.generate([], GREEDY) == []
+    assert embedded.generate(" ", GREEDY)[0].stats.prompt_tokens == 1
+    assert len(embedded.generate([[0], [0, 0]], GREEDY)) == 2
+
+
+def test_an_immediate_end_gives_no_echo(llm):
+    (plain,) = llm.generate([[5, 6, 7]], GREEDY)
+    stop = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(plain.outputs[0].token_ids[0],))
+    (result,) = llm.generate([[5, 6, 7]], stop)
+    assert (len(result.outputs[0].token_ids), result.outputs[0].finish_reason) == (1, "stop")
+
+
+def test_a_model_without_text_tools_says_so(llm):
+    with pytest.raises(InvalidValueError, match="tokenizer"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(InvalidValueError, match="tokenizer"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+def test_chat_without_a_template(folder, embedded_path, tmp_path):
+    llm = LLM(max_model_len=64, kv_cache_memory_bytes=2**24)
+    llm.checkpoint = llm.checkpoint.__class__(**{**llm.checkpoint.__dict__, "chat_template": None})
+    with pytest.raises(TemplateError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+def test_what_is_not_a_model(tmp_path, folder):
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "model.bin").write_bytes(b"x" * 100)
+    for bad, error, words in (
+        (tmp_path / "nothing", ModelNotFoundError, "no file or folder"),
+        (tmp_path / "notes.txt", ModelFileError, "GGUF"),
+        (tmp_path / "model.bin", ModelFileError, "GGUF"),
+        (tmp_path, ModelFileError, "config.json"),
+        ("no-such-owner/no-such-model", ModelNotFoundError, "hf download no-such-owner/no-such-model"),
+        ("../../etc/passwd\0", ModelNotFoundError, "no file or folder"),
+    ):
+        with pytest.raises(error, match=words):
+            LLM(bad)
+
+
+def test_dynamic_rope_holds_only_within_the_original_length(tmp_path):
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    path = tiny_checkpoint(tmp_path, "llama", rope_parameters=parameters)
+    with pytest.raises(InvalidValueError, match="max_model_len"):
+        LLM(path, max_model_len=300)
+    assert LLM(path, kv_cache_memory_bytes=2**22).generate([[1] * 240], GREEDY)
+
+
+def test_a_short_sliding_window_is_refused(tmp_path):
+    path = tiny_checkpoint(tmp_path, "mistral", sliding_window=64)
+    with pytest.raises(UnsupportedModelError, match="sliding_window"):
+        LLM(path, kv_cache_memory_bytes=2**22)
+    assert LLM(path, max_model_len=64, kv_cache_memory_bytes=2**22).generate([[1] * 40], GREEDY)

@@ -1,0 +1,65 @@
+"""Devices, types, context limits and the size of the KV cache."""
+
+import pytest
+import torch
+
+from longdraft.engine import sizing
+from longdraft.errors import InvalidValueError, KVCapacityError, UnsupportedModelError
+from longdraft.models.config import RopeConfig
+from longdraft.models.registry import tiny_config
+
+SIZES = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "block_size": 16, "seed": 0}
+
+
+def size(config=None, *, max_model_len=None, memory=2**20):
+    config = config or tiny_config()
+    kwargs = {"max_model_len": max_model_len, "kv_cache_memory_bytes": memory}
+    return sizing.size_engine(config, torch.float32, torch.device("cpu"), **kwargs, **SIZES)
+
+
+def test_pages_fill_the_memory_but_never_more_than_can_be_used():
+    per_token = 2 * 3 * 2 * 16 * 4
+    assert sizing.kv_bytes_per_token(tiny_config(), torch.float32) == per_token
+    assert size(memory=per_token * 16 * 10 + 5).num_pages == 10
+    assert size(memory=2**40).num_pages == 256 * 16
+
+
+def test_a_context_that_was_asked_for_must_fit():
+    with pytest.raises(KVCapacityError, match="max_model_len = 256.*kv_cache_memory_bytes"):
+        size(max_model_len=256, memory=100_000)
+    assert size(memory=100_000).max_tokens_per_request == 128  # the model's own limit is cut instead
+
+
+@pytest.mark.parametrize("bad", [257, 1, 0, -5, 2.0, "100"])
+def test_bad_context_lengths(bad):
+    with pytest.raises(InvalidValueError, match="max_model_len"):
+        size(max_model_len=bad)
+
+
+def test_scaled_rotary_embeddings_stretch_the_context():
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_max_len=256)
+    assert tiny_config(rope=yarn).context_length == 1024
+    assert tiny_config(rope=RopeConfig(kind="linear", factor=2.0)).context_length == 512
+    assert tiny_config(rope=RopeConfig(kind="dynamic", factor=2.0)).context_length == 256
+
+
+def test_a_sliding_window_is_full_attention_up_to_its_size_and_refused_beyond():
+    config = tiny_config(sliding_window=100)
+    with pytest.raises(UnsupportedModelError, match="sliding_window.*max_model_len=100"):
+        size(config)
+    assert size(config, max_model_len=100).max_model_len == 100
+
+
+def test_types_and_devices():
+    assert sizing.resolve_dtype("dtype", "float16") is torch.bfloat16
+    with pytest.raises(InvalidValueError, match="kv_dtype.*int3.*bfloat16"):
+        sizing.resolve_dtype("kv_dtype", "int3")
+    assert sizing.resolve_device("cpu").type == "cpu"
+    for bad in ("tpu", "cuda:x", "cuda:99"):
+        with pytest.raises(InvalidValueError, match="device"):
+            sizing.resolve_device(bad)
+
+
+def test_one_page_must_fit():
+    with pytest.raises(InvalidValueError, match="kv_cache_memory_bytes"):
+        size(memory=10)
