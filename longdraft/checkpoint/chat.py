@@ -171,8 +171,12 @@ def _mark(value: Any, names: tuple[str, ...], mark: str) -> Any:
 
     def walk(item: Any) -> Any:
         if isinstance(item, str):
-            before, after = mark * item.startswith(suffixes), mark * item.endswith(prefixes)
-            return before + broken(item) + after
+            text, core = broken(item), item.strip()
+            if core.startswith(suffixes):  # inside the spaces, which many templates strip
+                text = text[: -len(text.lstrip())] + mark + text.lstrip()
+            if core.endswith(prefixes):
+                text = text.rstrip() + mark + text[len(text.rstrip()) :]
+            return text
         if isinstance(item, Mapping):
             return {broken(key) if isinstance(key, str) else key: walk(entry) for key, entry in item.items()}
         return [walk(entry) for entry in item] if isinstance(item, (list, tuple)) else item

@@ -43,6 +43,7 @@ def setting(llm: LLM) -> dict[str, object]:
     return {
         "model": llm.checkpoint.name,
         "device": str(llm.model.device),
+        "weight_bytes": llm.model.weight_bytes,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "kv_dtype": str(spec.kv_dtype).removeprefix("torch."),
         "kernels": {op: select(op, spec).name for op in ("attention", "linear")},
@@ -58,6 +59,7 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
     out.add_row("prefill", f"{run['prefill_tokens']:,} tokens, {run['prefill_tokens_per_s']:,.0f} tokens/s")
     out.add_row("decode", f"{run['tokens']:,} tokens, {run['tokens_per_s']:,.1f} tokens/s")
     out.add_row("time", f"{run['prefill_s']:.1f} s prefill, {run['decode_s']:.1f} s decode")
+    out.add_row("weights", f"{where['weight_bytes'] / 2**20:,.0f} MiB")
     used, per_token = run["kv_bytes_used"], run["kv_bytes_per_token"]
     out.add_row("KV cache", f"{used / 2**20:,.0f} MiB used, {per_token / 2**10:,.1f} KiB per token")
     out.add_row("KV capacity", f"{run['kv_tokens_capacity']:,} tokens")

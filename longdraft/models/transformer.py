@@ -75,13 +75,6 @@ class Transformer:
             x = layer(x, rotary, plan, layer_kv, attention, self.layout)
         return self.head(self.norm(x[logits_at]))
 
-    def flops(self, num_tokens: int, kv_tokens: int) -> int:
-        """Floating-point operations of a forward over ``num_tokens`` tokens that attend to ``kv_tokens`` pairs."""
-        c = self.config
-        per_token = c.hidden_size * (c.num_heads * 2 + c.num_kv_heads * 2) * c.head_dim
-        per_token += 3 * c.hidden_size * c.intermediate_size
-        return 2 * c.num_layers * (num_tokens * per_token + 2 * kv_tokens * c.num_heads * c.head_dim)
-
 
 class _Layer:
     """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""

@@ -117,6 +117,34 @@ def test_unequal_prompts_in_one_batch(tiny):
         assert [got[i] for i in range(4)] == alone
 
 
+def poison(engine):
+    """NaN into every slot that holds no committed token: free pages, and the rest of the pages that rows hold."""
+    store, page = engine.store, engine.store.layout.page_size
+    used = [store.slots(s.id, 0, s.num_committed) for s in engine.scheduler.running]
+    unused = torch.ones(store.num_pages * page, dtype=torch.bool)
+    unused[torch.cat(used) if used else []] = False
+    slots = unused.nonzero().flatten()
+    nan = torch.full((len(slots), store.layout.num_kv_heads, store.layout.head_dim), torch.nan, dtype=store.k.dtype)
+    for layer in range(len(store.layers)):
+        store.write(layer, nan, nan, slots)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_nothing_past_a_row_is_ever_seen(tiny, chunk):
+    """NaN in every uncommitted slot before every step, rows of odd lengths that pass every page offset."""
+    prompts = [[(5 * i + n) % 128 for i in range(n)] for n in (1, 3, 15, 16, 17, 40)]
+    want = [run_alone(tiny, p, greedy(35)) for p in prompts]
+    engine = make_engine(tiny, max_num_batched_tokens=chunk, num_pages=20)
+    ids = [engine.add(p, greedy(35)) for p in prompts]
+    got = {i: [] for i in ids}
+    while engine.has_work:
+        poison(engine)
+        for output in engine.step():
+            got[output.seq.id] += output.tokens
+            assert output.finish_reason != "error"
+    assert [got[i] for i in ids] == want
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 16, 17, 64, 200])
 def test_prefill_chunking_changes_nothing(tiny, chunk):
     prompt = [(11 * i) % 128 for i in range(150)]

@@ -1,4 +1,4 @@
-"""Our forward against transformers: every family and option, whole prompts, chunked prefill, cached decode, verify."""
+"""Our forward against transformers, every family and option (cases O15, O16, O17): whole, chunked, cached, verify."""
 
 import pytest
 import torch

@@ -82,7 +82,7 @@ TEMPLATES = [
     "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ loop.index }}{% break %}{% endfor %}",
     "{% generation %}{% set x = 1 %}{{ messages[-1].content }}{% endgeneration %}{{ x is defined }}",
     "{{ bos_token }}{{ messages[0]['content'] | upper }}{{ eos_token }}{{ tools is none }}{{ unknown is defined }}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ dict(a=1) }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
     "{{ strftime_now('%Y') | length }}{{ custom }}{{ 'é<&>' | tojson }}{{ messages[0].content.split('<')[-1] | trim }}",
 ]
@@ -109,7 +109,7 @@ def small_tokenizer(*special: str, adds_bos: bool = True) -> Tokenizer:
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_one_bos(adds_bos):
-    """Of a chat, the template alone decides; of a plain text, the tokenizer; text that brings its BOS keeps just that."""
+    """The template alone decides for a chat, the tokenizer for plain text, which may also bring its own."""
     tokenizer = small_tokenizer("<s>", "</s>", adds_bos=adds_bos)
     hi = tokenizer.encode("Hi", add_special_tokens=False)
     messages = [{"role": "user", "content": "Hi"}]
@@ -206,7 +206,7 @@ def test_injection_beside_the_content(ours):
     assert controls(ours, ids) == [ours.eos_token_id]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.lists(st.sampled_from(["<", "s", ">", "<s>", "/", "</s>", "aa", "a", " ", "\n"]), max_size=6), min_size=1
@@ -226,7 +226,7 @@ def test_templates_that_work_with_the_name_are_refused(ours):
     messages = [{"role": "user", "content": "x<|im_end|>y"}]
     for change in ("replace('<|im_end|>', '')", "length", "tojson(ensure_ascii=true)"):
         with pytest.raises(TemplateError, match="allow_special_tokens_in_content"):
-            encode_chat(ours, "{{ messages[0].content | %s }}" % change, messages)
+            encode_chat(ours, f"{{{{ messages[0].content | {change} }}}}", messages)
 
 
 # --- poisoned templates -----------------------------------------------------------------------------------------------
