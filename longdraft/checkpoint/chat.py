@@ -1,6 +1,6 @@
 """Chat messages to prompt text and token ids, through the model's own Jinja template.
 
-A template comes with the model and is not trusted. It is rendered in Jinja's sandbox, and that in a helper process with
+A template comes with the model and is not trusted. It is rendered in Jinja's sandbox, and that in a child process with
 limits on time and memory, killed when it breaks them: a single C call inside a template (``'%999999999d'``, a join, the
 text of a nested list) can take any time and memory, so that no check within our own process would come in time.
 """
@@ -26,7 +26,7 @@ from longdraft.errors import InvalidValueError, TemplateError
 
 try:
     import resource
-except ImportError:  # Windows: only the clock limits the helper there
+except ImportError:  # Windows: only the clock limits the child there
     resource = None
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 MAX_SECONDS = 1.0  # wall clock for one rendering
 START_SECONDS = 30.0
 MAX_OUTPUT = 4 << 20  # bytes of UTF-8, the default
-MAX_MEMORY = 192 << 20  # bytes of data the helper may hold
-# Audit events of the helper process, by the part before the first dot, that rendering has no use for.
+MAX_MEMORY = 192 << 20  # bytes of data the child may hold
+# Audit events of the child process, by the part before the first dot, that rendering has no use for.
 _FORBIDDEN = frozenset(("open", "import", "os", "subprocess", "socket", "ctypes", "shutil", "mmap"))
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -67,12 +67,13 @@ def render(
         )
     variables = {"tools": None, "documents": None, "bos_token": bos_token, "eos_token": eos_token, **(extra or {})}
     variables |= {"messages": check_messages(messages), "add_generation_prompt": add_generation_prompt}
+    request = {"template": template, "variables": variables, "max_bytes": max_bytes}
     try:
-        request = json.dumps({"template": template, "variables": variables, "max_bytes": max_bytes})
-    except (TypeError, ValueError, RecursionError) as error:
+        line = json.dumps(request, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # ValueError: cycles, and lone surrogates
         limit = f"messages and extra variables must be plain JSON data ({error})"
         raise InvalidValueError("a chat request", messages, limit) from error
-    reply = _worker.ask(request, 8 * max_bytes + 65536)  # JSON writes one byte of text as at most six
+    reply = _worker.ask(line, 8 * max_bytes + 65536)  # JSON writes one byte of text as at most six
     if "error" in reply:
         raise TemplateError(reply["error"])
     return reply["text"]
@@ -94,7 +95,6 @@ def encode_chat(
     are plain text, unless ``allow_special_tokens_in_content``. Raises what ``render`` raises, and ``TemplateError``
     where the template works with such a name in a way that makes the two impossible to tell apart.
     """
-
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     settings = {"add_generation_prompt": add_generation_prompt, "max_bytes": max_bytes}
     rendered = partial(render, template, bos_token=bos, eos_token=eos, **settings)
@@ -104,7 +104,7 @@ def encode_chat(
         return tokenizer.encode(text, add_special_tokens=False)
     mark = _unused_character(template, text, checked, extra)
     marked, marked_extra = _mark((checked, extra), tokenizer.special_tokens, mark)
-    marked = [message | {"role": role["role"]} for message, role in zip(marked, checked, strict=True)]
+    marked = [new | {"role": old["role"]} for new, old in zip(marked, checked, strict=True)]
     if (marked, marked_extra) == (checked, extra):
         return tokenizer.encode(text, add_special_tokens=False)
     marked_text = rendered(marked, extra=marked_extra)
@@ -185,7 +185,7 @@ def _mark(value: Any, names: tuple[str, ...], mark: str) -> Any:
 
 
 class _Worker:
-    """The helper process, started when first needed (about 0.1 s) and again after it had to be killed.
+    """The child process, started when first needed (about 0.1 s) and again after it had to be killed.
 
     It keeps nothing from one request to the next, so all engines of a process share one.
     """
@@ -198,17 +198,18 @@ class _Worker:
     def __init__(self) -> None:
         self._reset()
         atexit.register(self._stop)
-        if hasattr(os, "register_at_fork"):  # a forked child must not talk to its parent's helper
+        if hasattr(os, "register_at_fork"):  # a forked process must not talk to its parent's child
             os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: str, limit: int) -> dict[str, str]:
-        """The helper's reply, of at most ``limit`` bytes; ``TemplateError`` if it breaks its limits."""
+    def ask(self, request: bytes, limit: int) -> dict[str, str]:
+        """The child's reply, of at most ``limit`` bytes; ``TemplateError`` if it breaks its limits."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
+                self._stop()
                 self._start()
             line, late = self._exchange(request, limit, MAX_SECONDS)
         if line:
@@ -223,12 +224,12 @@ class _Worker:
             self._process = subprocess.Popen(command, **pipes)  # noqa: S603
         except OSError as error:
             raise TemplateError(f"The process that renders chat templates cannot be started ({error}).") from error
-        line, _ = self._exchange(json.dumps([p for p in sys.path if isinstance(p, str)]), 64, START_SECONDS)
+        line, _ = self._exchange(json.dumps([p for p in sys.path if isinstance(p, str)]).encode(), 64, START_SECONDS)
         if not line:
             raise TemplateError("The process that renders chat templates does not start. Is jinja2 installed?")
 
-    def _exchange(self, request: str, limit: int, seconds: float) -> tuple[bytes, bool]:
-        """Send one line and read one; without a whole line in time, kill the helper and return no bytes."""
+    def _exchange(self, request: bytes, limit: int, seconds: float) -> tuple[bytes, bool]:
+        """Send one line and read one; without a whole line in time, kill the child and return no bytes."""
         process, late = self._process, threading.Event()
 
         def expire() -> None:
@@ -239,14 +240,14 @@ class _Worker:
         timer.start()
         line = b""
         try:
-            process.stdin.write(request.encode() + b"\n")
+            process.stdin.write(request + b"\n")
             process.stdin.flush()
             line = process.stdout.readline(limit)
         except OSError:
             pass  # it died
         finally:
             timer.cancel()
-            timer.join()  # so that it has either killed the helper or never will
+            timer.join()  # so that it has either killed the child or never will
             if late.is_set() or not line.endswith(b"\n"):  # also after KeyboardInterrupt: the reply may still come
                 line = b""
                 self._stop()
@@ -263,7 +264,7 @@ _worker = _Worker()
 
 
 def _serve() -> None:
-    """The helper's main loop: one JSON request per line in, one JSON reply per line out."""
+    """The child's main loop: one JSON request per line in, one JSON reply per line out."""
     compiled = lru_cache(maxsize=4)(_environment().from_string)
     # Jinja loads parts of itself when they are first needed, which has to be before _confine.
     reply = _render(compiled, "{{ messages | pprint }}{{ strftime_now('%d %b') }}", {"messages": []}, 99)
@@ -317,8 +318,10 @@ def _environment() -> jinja2.Environment:
     def raise_exception(message: object) -> None:
         raise jinja2.TemplateError(str(message))
 
-    def tojson(value: object, ensure_ascii: bool = False, **options: object) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def tojson(
+        value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

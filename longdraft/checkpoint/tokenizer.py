@@ -73,7 +73,9 @@ class Tokenizer:
         """Read ``tokenizer.json`` and its companions; the ids are those of ``AutoTokenizer.from_pretrained``.
 
         Whether BOS is added is up to ``tokenizer.json`` alone: as in transformers 5, ``add_bos_token`` beside it is
-        not read. Raises ``ModelFileError`` for damaged files, ``UnsupportedModelError`` for settings not reproduced.
+        not read. Only the default tokens of transformers' classes get no new ids where the vocabulary lacks them: the
+        model would have no embedding for those. Raises ``ModelFileError`` for damaged files, ``UnsupportedModelError``
+        for settings not reproduced.
         """
         return _read_folder(Path(path))
 
