@@ -11,6 +11,7 @@ import torch
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import load_checkpoint
 from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.config import SamplingParams
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import StepOutput
@@ -65,7 +66,7 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.checkpoint = load_checkpoint(model, download=download)
-        self.tokenizer = Tokenizer.from_folder(tokenizer) if tokenizer else self.checkpoint.tokenizer
+        self.tokenizer = read_tokenizer(tokenizer) if tokenizer else self.checkpoint.tokenizer
         target_device = resolve_device(device)
         storage = resolve_dtype("dtype", dtype)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype)

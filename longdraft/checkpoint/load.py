@@ -16,6 +16,8 @@ from longdraft.checkpoint.gguf_header import GGUFHeader, read_header
 from longdraft.checkpoint.safetensors import SafetensorsWeights
 from longdraft.checkpoint.ties import resolve_tie
 from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.checkpoint.tokenizer_folder import read_tokenizer
+from longdraft.checkpoint.tokenizer_gguf import build_tokenizer
 from longdraft.errors import InvalidValueError, MissingDependencyError, ModelFileError, ModelNotFoundError
 from longdraft.models.config import ModelConfig, parse_hf_config
 
@@ -54,7 +56,7 @@ def _from_gguf(path: Path, name: str) -> Checkpoint:
     source = GGUFWeights(header)
     config, warning = resolve_tie(_gguf_config(header), source)
     template = header.metadata.get("tokenizer.chat_template")
-    tokenizer = Tokenizer.from_gguf(header.metadata)
+    tokenizer = build_tokenizer(header.metadata, file=header.path)
     return Checkpoint(
         name=name,
         path=str(path),
@@ -85,7 +87,7 @@ def _from_folder(path: Path, name: str) -> Checkpoint:
     raw = read_json(path / "config.json")
     config, warning = resolve_tie(parse_hf_config(raw, source=str(path / "config.json")), source)
     eos, defaults = generation_defaults(path)
-    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+    tokenizer = read_tokenizer(path) if (path / "tokenizer.json").exists() else None
     return Checkpoint(
         name=name,
         path=str(path),

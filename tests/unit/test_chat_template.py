@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from longdraft.checkpoint import chat
+from longdraft.checkpoint import template_worker
 from longdraft.checkpoint.chat import encode_chat, render
 from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.checkpoint.tokenizer_gguf import build_tokenizer
 from longdraft.errors import InvalidValueError, TemplateError
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +53,7 @@ def metadata(embedded_path) -> dict:
 
 @pytest.fixture(scope="module")
 def ours(metadata) -> Tokenizer:
-    return Tokenizer.from_gguf(metadata)
+    return build_tokenizer(metadata)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_poisoned_template(tmp_path, name):
 def test_outside_the_sandbox_nothing_is_left_to_use(tmp_path):
     """The second wall: what code in the child process could do, were there a way out of the sandbox."""
     code = (
-        "import os, subprocess, sys\nfrom longdraft.checkpoint import chat\nchat._confine()\n"
+        "import os, subprocess, sys\nfrom longdraft.checkpoint import template_worker\ntemplate_worker._confine()\n"
         f"for act in (lambda: open({str(tmp_path / 'x')!r}, 'w'), lambda: os.system('true'), lambda: os.listdir('/'),\n"
         "            lambda: subprocess.run(['true']), lambda: __import__('ftplib'), lambda: 'a' * 10**9):\n"
         "    try:\n        act()\n    except (PermissionError, MemoryError) as error:\n"
@@ -339,7 +340,7 @@ def test_many_threads_share_it():
 
 def test_it_comes_back_after_a_kill():
     assert render("a", USER) == "a"
-    child = chat._worker._process
+    child = template_worker.worker._process
     child.kill()
     child.wait()
     assert render("b", USER) == "b"
@@ -353,7 +354,7 @@ def test_a_forked_child_has_its_own():
         ok = False
         try:
             ok = render("{{ 'child' }}", USER) == "child"
-            chat._worker._stop()
+            template_worker.worker._stop()
         finally:
             os._exit(not ok)
     assert os.waitpid(child, 0)[1] == 0

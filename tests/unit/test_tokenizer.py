@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from longdraft.checkpoint import tokenizer as module
+from longdraft.checkpoint import tokenizer_folder as module
 from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.checkpoint.tokenizer_folder import read_tokenizer
+from longdraft.checkpoint.tokenizer_gguf import build_tokenizer
 from longdraft.errors import InvalidValueError, ModelFileError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +61,7 @@ def metadata() -> dict:
 
 @pytest.fixture(scope="module")
 def ours(metadata) -> Tokenizer:
-    return Tokenizer.from_gguf(metadata)
+    return build_tokenizer(metadata)
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +140,9 @@ def test_what_is_not_text(ours, text):
 
 
 def test_many_threads(metadata):
-    fresh = Tokenizer.from_gguf(metadata)
+    fresh = build_tokenizer(metadata)
     texts = [f"text {i} <|im_end|> {UTF8}" for i in range(40)]
-    expected = [(fresh.encode(t), Tokenizer.from_gguf(metadata).encode(t, allow_special=False)) for t in texts[:2]]
+    expected = [(fresh.encode(t), build_tokenizer(metadata).encode(t, allow_special=False)) for t in texts[:2]]
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda t: (fresh.encode(t), fresh.encode(t, allow_special=False)), texts))
     assert got[:2] == expected
@@ -174,7 +176,7 @@ def write_gguf(folder: Path, keys: dict) -> None:
 def both(folder: Path, keys: dict) -> tuple:
     """Our tokenizer and transformers' for the same keys."""
     write_gguf(folder, keys)
-    ours = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    ours = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
     return ours, transformers.AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf")
 
 
@@ -217,7 +219,7 @@ def test_control_tokens_keep_their_ids(byte_level_keys):
     keys = byte_level_keys | {"tokens": byte_level_keys["tokens"] + added, "pre": "deepseek-r1-qwen"}
     size = len(keys["tokens"])
     keys |= {"token_type": keys["token_type"] + [3, 4], "bos_token_id": size - 2, "add_bos_token": True}
-    ours = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    ours = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
     assert ours.vocab_size == size
     assert ours.encode("<｜User｜>") == [size - 2, size - 1]
     assert ours.decode([size - 2, size - 1], skip_special_tokens=False) == "".join(added)
@@ -263,7 +265,7 @@ def test_sentencepiece(tmp_path, sentencepiece_keys, changes):
 
 
 def test_merges_that_spell_a_control_token(sentencepiece_keys):
-    ours = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in sentencepiece_keys.items()})
+    ours = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in sentencepiece_keys.items()})
     ids = ours.encode("x<s>hi</s>", allow_special=False)
     assert ids[0] == ours.bos_token_id and not ours.special_ids & set(ids[1:])
     assert ours.decode(ids) == "x<s>hi</s>"
@@ -281,7 +283,7 @@ def test_merges_that_spell_a_control_token(sentencepiece_keys):
 )
 def test_refused_kinds(byte_level_keys, changes, named):
     with pytest.raises(UnsupportedModelError, match=named):
-        Tokenizer.from_gguf({f"tokenizer.ggml.{key}": v for key, v in (byte_level_keys | changes).items()})
+        build_tokenizer({f"tokenizer.ggml.{key}": v for key, v in (byte_level_keys | changes).items()})
 
 
 DAMAGE = [
@@ -301,22 +303,20 @@ DAMAGE = [
 def test_damaged_metadata(byte_level_keys, changes):
     with pytest.raises(ModelFileError, match=r"^odd\.gguf: metadata key 'tokenizer\.ggml\."):
         keys = {f"tokenizer.ggml.{key}": value for key, value in (byte_level_keys | changes).items()}
-        Tokenizer.from_gguf(keys, file="odd.gguf")
+        build_tokenizer(keys, file="odd.gguf")
 
 
 @pytest.mark.parametrize("scores", [None, [1.0], [float("nan")] * 277, [0] * 277, ["0"] * 277])
 def test_damaged_scores(sentencepiece_keys, scores):
     with pytest.raises(ModelFileError, match="scores"):
-        Tokenizer.from_gguf({f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"scores": scores}).items()})
+        build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"scores": scores}).items()})
 
 
 def test_repeated_and_endless_tokens(sentencepiece_keys):
     for last, problem in (("hi", "more than once"), ("x" * 5000, "5000 characters")):
         tokens = [*sentencepiece_keys["tokens"][:-1], last]
         with pytest.raises(ModelFileError, match=problem):
-            Tokenizer.from_gguf(
-                {f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"tokens": tokens}).items()}
-            )
+            build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sentencepiece_keys | {"tokens": tokens}).items()})
 
 
 # --- folders with a tokenizer.json ------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ FOLDER_TEXTS = [*HARD, "the   12 <s>x</s> y", "<|im_end|>  hi", "  hi hi", "hi<s
 
 
 def assert_same_folder(folder: Path) -> Tokenizer:
-    ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = read_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in FOLDER_TEXTS:
         ids = theirs(text).input_ids
         doubled = ids[:2] == [ours.bos_token_id] * 2
@@ -431,14 +431,14 @@ def test_tokens_declared_beside_tokenizer_json(tmp_path):
 
 def test_text_that_starts_with_bos_gets_no_second_one(tmp_path):
     write_folder(tmp_path, byte_level(adds_bos=True), {"bos_token": "<s>"})
-    ours = Tokenizer.from_folder(tmp_path)
+    ours = read_tokenizer(tmp_path)
     assert ours.encode("<s>hi") == ours.encode("hi")
     assert ours.encode("<s>") == ours.encode("") == [0]
     assert ours.encode("<s><s>hi")[:3] == [0, 0, ours.encode("hi")[1]]
     plain = ours.encode("<s>hi", allow_special=False)
     assert plain[0] == 0 and 0 not in plain[1:] and ours.decode(plain) == "<s>hi"
     write_folder(tmp_path, byte_level(), {"bos_token": "<s>"})
-    assert Tokenizer.from_folder(tmp_path).encode("<s><s>hi")[:2] == [0, 0]  # nothing was added, so nothing is removed
+    assert read_tokenizer(tmp_path).encode("<s><s>hi")[:2] == [0, 0]  # nothing was added, so nothing is removed
 
 
 def test_truncation_and_padding_are_ignored(tmp_path):
@@ -471,26 +471,26 @@ def test_damaged_folder(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ModelFileError, match=name):
-        Tokenizer.from_folder(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_oversized_folder_and_missing_folder(tmp_path, monkeypatch):
     write_folder(tmp_path, byte_level(), {})
     monkeypatch.setattr(module, "MAX_FILE", 1000)
     with pytest.raises(ModelFileError, match="MiB"):
-        Tokenizer.from_folder(tmp_path)
+        read_tokenizer(tmp_path)
     with pytest.raises(ModelFileError, match="missing"):
-        Tokenizer.from_folder(os.fspath(tmp_path / "nowhere"))
+        read_tokenizer(os.fspath(tmp_path / "nowhere"))
 
 
 def test_refused_settings(tmp_path):
     write_folder(tmp_path, byte_level(), {"split_special_tokens": True})
     with pytest.raises(UnsupportedModelError, match="split_special_tokens"):
-        Tokenizer.from_folder(tmp_path)
+        read_tokenizer(tmp_path)
     words = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     write_folder(tmp_path, words, {"clean_up_tokenization_spaces": True})
     with pytest.raises(UnsupportedModelError, match="clean_up"):
-        Tokenizer.from_folder(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
