@@ -1,8 +1,7 @@
 """Attention in plain torch without a loop over rows: rows of similar shape are padded to one rectangle.
 
-The query heads of a KV head are folded into the query rows, so that K and V are read once per KV head and never
-expanded. Work per layer is one gather and two products per rectangle; whatever depends only on the plan is made once
-per step.
+The query heads of a KV head share one product with it, so that K and V are read once per KV head and never expanded.
+Work per layer is one gather and two products per rectangle; whatever depends only on the plan is made once per step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from longdraft.kernels.dispatch import CallSpec
 from longdraft.kernels.layout import PlainLayout
 from longdraft.view import AttnPlan, LayerKV
 
-# Above this many folded query rows torch's fused attention beats two plain products (measured on CPU).
+# From this many queries per KV head on, torch's fused attention beats two plain products (measured on CPU).
 FUSED_FROM = 48
 # A row joins a rectangle if that at most doubles its queries and adds at most a quarter to its pages.
 QUERY_SLACK, PAGE_SLACK = 2.0, 1.25
@@ -83,29 +82,29 @@ class _Rectangle:
         keep = torch.arange(view.page_size) < (lens - page_start)[unfilled][:, None]
         self.keep = keep[:, None, :, None].to(device)  # [m, 1, page_size, 1]
 
-        visible = torch.arange(num_p * view.page_size) <= (lens - query_lens + query)[:, :, None]  # [b, Q, S]
-        visible = visible[:, None].expand(-1, spec.group_size, -1, -1).flatten(1, 2)[:, None]  # [b, 1, group * Q, S]
-        self.fused = visible.shape[2] >= FUSED_FROM
-        hidden = ~visible.to(device)
-        # Added to the scores, or filled in: torch would turn a boolean mask into an additive one in every layer.
-        self.mask = hidden.to(spec.compute_dtype).masked_fill_(hidden, -torch.inf) if self.fused else hidden
+        self.fused = spec.group_size * num_q >= FUSED_FROM
+        hidden = torch.arange(num_p * view.page_size) > (lens - query_lens + query)[:, :, None]  # [b, Q, S]
+        self.mask = hidden.to(device)[:, None]
+        if self.fused:  # added to the scores: torch would turn a boolean mask into this one in every layer
+            self.mask = torch.zeros(self.mask.shape, dtype=spec.compute_dtype, device=device).masked_fill_(
+                self.mask, -torch.inf
+            )
         self.buffers: list[torch.Tensor] = []
 
     def attend(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor) -> None:
         """Fill this rectangle's rows of ``out [N, H, D]``."""
         (rows, num_q, _), (_, heads, dim) = self.size, q.shape
-        group, kv_heads = self.spec.group_size, self.layout.num_kv_heads
         k, v = self._gather(kv)  # [b, G, S, D]
         # Rounded to the storage type of K, as by a kernel that multiplies in that type.
-        x = q[self.tokens].to(kv.k.dtype).to(self.spec.compute_dtype)
-        x = x.view(rows, num_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
+        x = q[self.tokens].to(kv.k.dtype).to(self.spec.compute_dtype).view(rows, num_q, heads, dim).transpose(1, 2)
         if self.fused:
-            y = scaled_dot_product_attention(x, k, v, attn_mask=self.mask)
+            y = scaled_dot_product_attention(x, k, v, attn_mask=self.mask, enable_gqa=True)
         else:
-            scores = (x @ k.transpose(-1, -2)).mul_(dim**-0.5)
-            y = scores.masked_fill_(self.mask, -torch.inf).softmax(dim=-1) @ v
-        y = y.view(rows, kv_heads, group, num_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        out[self.real_tokens] = y[self.real]
+            scores = (x.reshape(rows, k.shape[1], -1, dim) @ k.transpose(-1, -2)).mul_(dim**-0.5)
+            masked = scores.view(rows, heads, num_q, -1).masked_fill_(self.mask, -torch.inf)
+            y = masked.softmax(dim=-1).view(scores.shape) @ v
+            y = y.view(rows, heads, num_q, dim)
+        out[self.real_tokens] = y.transpose(1, 2).reshape(-1, heads, dim)[self.real]
 
     def _gather(self, kv: LayerKV) -> list[torch.Tensor]:
         """The rows' K and V as ``[b, G, S, D]``, zero at and past each row's length."""
