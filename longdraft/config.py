@@ -5,26 +5,27 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
 
 
-def check_int(what: str, value: object, low: int, high: int, fix: str = "") -> None:
-    """Raise ``InvalidValueError`` unless ``value`` is an int (not a bool) in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:
+    """``value`` (an int or NumPy integer, not a bool) in [low, high]; ``InvalidValueError`` otherwise."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidValueError(what, value, f"must be an integer from {low} to {high}", fix)
+    return int(value)
 
 
-def check_number(what: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    """Raise ``InvalidValueError`` unless ``value`` is a finite number in [low, high], or (low, high]."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (above_low and value == low):  # type: ignore[operator]
-        interval = f"{'(' if above_low else '['}{low}, {high}]"
-        raise InvalidValueError(what, value, f"must be a finite number in {interval}")
+def as_float(what: str, value: object, low: float, high: float) -> float:
+    """``value`` (a number, not a bool) in [low, high], which no NaN is; ``InvalidValueError`` otherwise."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidValueError(what, value, f"must be a number from {low:g} to {high:g}")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,35 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0.0, 100.0)
-        check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        check_number("min_p", self.min_p, 0.0, 1.0)
+        checked: dict[str, object] = {
+            "temperature": as_float("temperature", self.temperature, 0.0, 100.0),
+            "top_k": as_int("top_k", self.top_k, -1, 2**31 - 1),
+            "top_p": as_float("top_p", self.top_p, 0.0, 1.0),
+            "min_p": as_float("min_p", self.min_p, 0.0, 1.0),
+            "stop_token_ids": _token_ids(self.stop_token_ids),
+        }
+        if checked["top_p"] == 0:
+            raise InvalidValueError("top_p", self.top_p, "must be above 0", "For the best token alone: temperature=0.")
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, 2**63 - 1, "Use None to decode up to the context limit.")
+            fix = "Use None to decode up to the context limit."
+            checked["max_tokens"] = as_int("max_tokens", self.max_tokens, 1, 2**63 - 1, fix)
         if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED)
+            checked["seed"] = as_int("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidValueError("ignore_eos", self.ignore_eos, "must be True or False")
-        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, "__iter__"):
-            raise InvalidValueError("stop_token_ids", self.stop_token_ids, "must be a sequence of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, 2**31 - 1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         """Whether every token is the most probable one (the post-filter distribution is one-hot)."""
         return self.temperature == 0
+
+
+def _token_ids(ids: object) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidValueError("stop_token_ids", ids, "must be a sequence of token ids")
+    return tuple(as_int("stop_token_ids", token, 0, 2**31 - 1) for token in ids)
 
 
 @dataclass(frozen=True)
@@ -81,12 +91,12 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_int("max_model_len", self.max_model_len, 2, 2**31 - 1)
-        check_int("num_pages", self.num_pages, 1, 2**31 - 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1, 65536)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
-        check_int("block_size", self.block_size, 1, 4096)
-        check_int("seed", self.seed, 0, MAX_SEED)
+        as_int("max_model_len", self.max_model_len, 2, 2**31 - 1)
+        as_int("num_pages", self.num_pages, 1, 2**31 - 1)
+        as_int("max_num_seqs", self.max_num_seqs, 1, 65536)
+        as_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        as_int("block_size", self.block_size, 1, 4096)
+        as_int("seed", self.seed, 0, MAX_SEED)
 
     @property
     def max_tokens_per_request(self) -> int:

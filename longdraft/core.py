@@ -29,12 +29,12 @@ class SequenceStats:
     preemptions: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # an identity, not a value
 class Sequence:
     """One request: its token ids and how far its KV is final.
 
     ``ids`` is prompt + output. ``num_committed`` is the one length there is: tokens whose K/V are in the store and
-    final. A decoding sequence has exactly one token (the last) that is not committed yet.
+    final. A decoding sequence has exactly one token (the newest) that is not committed yet.
     """
 
     id: int
@@ -61,8 +61,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the newest token is left to feed."""
-        return self.num_pending == 1
+        """Whether only the newest token is left to feed, and that token was generated."""
+        return self.num_pending == 1 and len(self.ids) > self.num_prompt
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 def _brief(value: object) -> str:
     """``repr`` cut to a line: values may be megabytes long."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        shown = f"an integer of {int(value).bit_length():,} bits"  # type: ignore[call-overload]
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 

@@ -142,11 +142,6 @@ def eos_token_ids(header: GGUFHeader) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
-def bos_token_id(header: GGUFHeader) -> int | None:
-    """The id of the token that begins a text, if the file names one."""
-    return _token_id(header, "bos_token_id")
-
-
 class _Metadata:
     """Typed look-ups below ``<architecture>.``"""
 

@@ -35,10 +35,16 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
     """
     if model is None or str(model).lower() == BUNDLED:
         return _from_gguf(require_bundled(), BUNDLED)
+    if not isinstance(model, (str, PathLike)):
+        raise InvalidValueError("model", model, "must be a path, a name or a hub id")
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError):  # too long a name, or a NUL in it
+        is_folder = is_file = False
+    if is_folder:
         return _from_folder(path, path.resolve().name)
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() != ".gguf":
             fix = "Give a GGUF file, or the folder that holds config.json and the safetensors files."
             raise ModelFileError(path, "is not a model file of a known kind", fix=fix)
@@ -46,7 +52,7 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
     if HUB_ID.fullmatch(str(model)):
         return _from_folder(_hub_folder(str(model), download), str(model))
     raise ModelNotFoundError(
-        f"There is no file or folder {str(model)!r}, and it is not a hub id of the form owner/name. "
+        f"There is no file or folder {str(model)[:200]!r}, and it is not a hub id of the form owner/name. "
         f"Leave the model out (or say {BUNDLED!r}) for the embedded one."
     )
 
@@ -62,7 +68,7 @@ def _from_gguf(path: Path, name: str) -> Checkpoint:
         path=str(path),
         config=config,
         weights=source,
-        tokenizer=_fitting(tokenizer, config, path),
+        tokenizer=fitting(tokenizer, config, path),
         chat_template=template if isinstance(template, str) else None,
         eos_token_ids=eos_token_ids(header),
         warnings=(warning,) if warning else (),
@@ -93,7 +99,7 @@ def _from_folder(path: Path, name: str) -> Checkpoint:
         path=str(path),
         config=config,
         weights=source,
-        tokenizer=_fitting(tokenizer, config, path) if tokenizer else None,
+        tokenizer=fitting(tokenizer, config, path) if tokenizer else None,
         chat_template=read_chat_template(path),
         eos_token_ids=eos,
         generation_defaults=defaults,
@@ -101,7 +107,7 @@ def _from_folder(path: Path, name: str) -> Checkpoint:
     )
 
 
-def _fitting(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> Tokenizer:
+def fitting(tokenizer: Tokenizer, config: ModelConfig, path: str | PathLike[str]) -> Tokenizer:
     """A model may have more embedding rows than tokens (padding), never fewer."""
     if tokenizer.vocab_size > config.vocab_size:
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size} embedding rows"

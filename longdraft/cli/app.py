@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -43,7 +42,7 @@ def options(
 
 
 def main() -> None:
-    """Entry point: errors that LongDraft raises on purpose become one line and exit status 1."""
+    """Entry point: errors become a line or two on stderr and exit status 1."""
     debug = "--debug" in sys.argv
     if debug:  # accepted anywhere on the line
         sys.argv = [sys.argv[0], "--debug", *(a for a in sys.argv[1:] if a != "--debug")]
@@ -54,9 +53,8 @@ def main() -> None:
             raise
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        typer.secho("interrupted", fg="red", err=True)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if debug:
+            raise
+        typer.secho(f"unexpected error: {type(error).__name__}: {error}\nRun again with --debug.", fg="red", err=True)
         sys.exit(1)

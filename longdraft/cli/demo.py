@@ -17,6 +17,7 @@ def demo(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt in tokens.")] = 4000,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
     dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     json: options.Json = False,
     download: options.Download = False,
 ) -> None:
@@ -32,13 +33,13 @@ def demo(
     from longdraft.config import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    llm = options.make_llm(model, dtype=dtype, download=download)
+    llm = options.make_llm(model, dtype=dtype, device=device, download=download)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with Progress() as progress:
-        results = llm.generate(prompts, params, on_step=track(progress, batch * prompt_tokens, batch * max_tokens))
+        results = llm.generate(prompts, params, on_step=track(progress, batch * max_tokens))
     for i, result in enumerate(results, start=1):
         before = llm.tokenizer.decode(result.prompt_token_ids[-40:])
         text = Text.assemble((f"… {before}", "dim"), result.text)

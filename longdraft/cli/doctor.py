@@ -67,11 +67,11 @@ def _machine() -> dict[str, object]:
 
 
 def _kernels() -> dict[str, str]:
-    import torch
-
+    from longdraft.engine.sizing import resolve_device, resolve_dtype
     from longdraft.kernels.dispatch import IMPLEMENTATIONS, CallSpec, explain
 
-    spec = CallSpec("cpu", torch.float32, torch.float32, head_dim=64, group_size=3, page_size=16)
+    dtype = resolve_dtype("dtype", "auto")
+    spec = CallSpec(resolve_device("auto").type, dtype, dtype, head_dim=64, group_size=3, page_size=16)
     return {op: "; ".join(f"{name}: {verdict}" for name, verdict in explain(op, spec)) for op in IMPLEMENTATIONS}
 
 

@@ -34,11 +34,15 @@ def generate(
     kv_dtype: options.KVDtype = None,
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KVMemory = None,
+    max_num_seqs: options.MaxSeqs = 256,
+    max_num_batched_tokens: options.MaxBatchedTokens = 512,
+    device: options.Device = "auto",
     json: options.Json = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Close with figures on stderr.")] = True,
     download: options.Download = False,
 ) -> None:
     """Complete prompts. Text goes to stdout; progress and figures go to stderr."""
+    from longdraft.cli.progress import Progress, track
     from longdraft.config import SamplingParams
 
     params = SamplingParams(
@@ -51,8 +55,23 @@ def generate(
         ignore_eos=ignore_eos,
     )
     prompts = read_prompts(prompt, file or [])
-    llm = options.make_llm(model, dtype, kv_dtype, max_model_len, kv_cache_memory_bytes, download)
-    results = _run(llm, prompts, params, chat)
+    llm = options.make_llm(
+        model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        download=download,
+    )
+    with Progress() as progress:
+        on_step = track(progress, len(prompts) * max_tokens)
+        if chat:
+            results = llm.chat([[{"role": "user", "content": text}] for text in prompts], params, on_step=on_step)
+        else:
+            results = llm.generate(prompts, params, on_step=on_step)
     _show(llm, results, json, stats)
     failed = [error for result in results for error in [result.outputs[0].error] if error]
     if failed:
@@ -87,19 +106,6 @@ def _decode(name: str, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise InvalidValueError("prompt", name, f"must be UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-def _run(llm, prompts: list[str], params, chat: bool):  # noqa: ANN001, ANN202 - LLM and SamplingParams, lazily
-    from longdraft.cli.progress import Progress, track
-
-    if chat:
-        talks = [[{"role": "user", "content": text}] for text in prompts]
-    num_tokens = sum(len(llm.tokenizer.encode(text)) for text in prompts) if llm.tokenizer else 0
-    with Progress() as progress:
-        on_step = track(progress, num_tokens, len(prompts) * params.max_tokens)
-        if chat:
-            return llm.chat(talks, params, on_step=on_step)
-        return llm.generate(prompts, params, on_step=on_step)
 
 
 def _show(llm, results, json: bool, stats: bool) -> None:  # noqa: ANN001

@@ -16,33 +16,18 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")]
 KVDtype = Annotated[str | None, typer.Option(help="Type of the cached K and V. Left out: --dtype.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Left out: the model's own.")]
-KVMemory = Annotated[int | None, typer.Option(help="Bytes of KV cache. Left out: 40 % of the free memory.")]
+KVMemory = Annotated[int | None, typer.Option(help="Bytes of KV cache. Left out: 40 % of what the weights leave free.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests decoded together.")]
+MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Prompt tokens per prefill step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Download = Annotated[bool, typer.Option("--download", help="Allow the network for a hub id that is not cached.")]
 
 
-def make_llm(
-    model: str | None,
-    dtype: str = "auto",
-    kv_dtype: str | None = None,
-    max_model_len: int | None = None,
-    kv_cache_memory_bytes: int | None = None,
-    download: bool = False,
-) -> LLM:
-    """Load a model with a progress line; warnings of its files go to stderr."""
+def make_llm(model: str | None, **settings: object) -> LLM:
+    """``LLM(model, **settings)`` with a progress bar."""
     from longdraft.cli.progress import Progress
     from longdraft.llm import LLM
 
     with Progress() as progress:
-        llm = LLM(
-            model,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            download=download,
-            on_load=lambda done, total: progress.update("load", done, total, "layers"),
-        )
-    for warning in llm.checkpoint.warnings:
-        typer.secho(f"warning: {warning}", fg="yellow", err=True)
-    return llm
+        return LLM(model, **settings, on_load=lambda done, total: progress.update("load", done, total, "layers"))

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+
+if TYPE_CHECKING:
+    from longdraft.core import StepOutput
+    from longdraft.engine.engine import Engine
+    from longdraft.llm import OnStep
 
 PLAIN_EVERY_S = 10.0
 
@@ -50,16 +56,20 @@ class Progress:
             self._console.print(f"{name}: {done} of {total} {unit} {rate}", highlight=False)
 
 
-def track(progress: Progress, num_prompt_tokens: int, num_output_tokens: int):  # noqa: ANN201 - an OnStep
-    """An ``on_step`` callback that shows prefill and decoding. Totals are upper bounds: requests may stop early."""
+def track(progress: Progress, num_output_tokens: int) -> OnStep:
+    """An ``on_step`` callback that shows prefill and decoding of an engine's only requests.
+
+    ``num_output_tokens`` is an upper bound: requests may stop early.
+    """
     generated = 0
 
-    def on_step(engine, outputs) -> None:  # noqa: ANN001
+    def on_step(engine: Engine, outputs: list[StepOutput]) -> None:
         nonlocal generated
         generated += sum(len(output.tokens) for output in outputs)
         stats = engine.stats
-        total = max(num_prompt_tokens, stats.prefill_tokens)  # preempted rows are filled again
+        total = max(stats.prompt_tokens, stats.prefill_tokens)  # preempted rows are filled again
         progress.update("prefill", stats.prefill_tokens, total, "tokens", stats.prefill_s)
-        progress.update("decode", generated, num_output_tokens, "tokens", stats.decode_s)
+        total = num_output_tokens if engine.has_work else generated
+        progress.update("decode", generated, total, "tokens", stats.decode_s)
 
     return on_step

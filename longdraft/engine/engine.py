@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import count
 
 import torch
 
-from longdraft.config import EngineConfig, SamplingParams
-from longdraft.core import Batch, Sequence, Status, StepOutput
+from longdraft.config import MAX_SEED, EngineConfig, SamplingParams, as_int
+from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
 from longdraft.engine import stops
 from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
@@ -21,6 +22,8 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
 from longdraft.spec.probs import to_log_probs
 from longdraft.spec.sample import draw
+
+DRAW_ROWS = 16  # tokens are drawn for so many rows at a time: several float64 copies of [rows, V] are alive then
 
 
 class Engine:
@@ -60,15 +63,18 @@ class Engine:
         if params.max_tokens is not None:
             seq.max_total = min(limit, len(prompt_ids) + params.max_tokens)
         self._sequences[request_id] = seq
+        self.stats.prompt_tokens += len(prompt_ids)
         self.scheduler.add(seq)
         return request_id
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Continue an unfinished request as a second one from its current state, sharing its cached pages.
 
-        With the same seed (the default) both go on alike. Returns the new request's id.
+        With the same seed (the default) both go on alike. Returns the new request's id. Its statistics start afresh.
         """
-        source = self._get(request_id)
+        source = self.sequence(request_id)
+        if seed is not None:
+            seed = as_int("seed", seed, 0, MAX_SEED)
         child = dataclasses.replace(
             source,
             id=next(self._ids),
@@ -76,7 +82,7 @@ class Engine:
             seed=source.seed if seed is None else seed,
             num_committed=0,
             status=Status.WAITING,
-            stats=dataclasses.replace(source.stats),
+            stats=SequenceStats(),
         )
         self._sequences[child.id] = child
         self.scheduler.fork(source, child)
@@ -84,7 +90,13 @@ class Engine:
 
     def abort(self, request_id: int) -> StepOutput:
         """End an unfinished request now and free its pages; what it has so far is in the output's sequence."""
-        return self._end(self._get(request_id), [], "abort")
+        return self._end(self.sequence(request_id), [], "abort")
+
+    def sequence(self, request_id: int) -> Sequence:
+        """An unfinished request's record, to be read; it stays valid when the request ends."""
+        if request_id not in self._sequences:
+            raise InvalidValueError("request id", request_id, "must name an unfinished request")
+        return self._sequences[request_id]
 
     @property
     def has_work(self) -> bool:
@@ -93,19 +105,25 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step; outputs of the sequences that got tokens or ended."""
+        started = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return []
-        with self.stats.timed(batch):
+        stats, used = self.stats, self.store.num_pages - self.store.num_free_pages
+        stats.peak_kv_pages = max(stats.peak_kv_pages, used)
+        stats.preemptions = self.scheduler.num_preemptions
+        try:
             outputs = self._run(batch)
-        self.stats.peak_kv_pages = max(self.stats.peak_kv_pages, self.store.num_pages - self.store.num_free_pages)
+        finally:
+            if self.model.device.type == "cuda":  # a chunk that wants no logits would be charged to the next step
+                torch.cuda.synchronize(self.model.device)
+            stats.record(batch, time.perf_counter() - started)
         if not batch.prefill:
-            self.stats.decode_tokens += sum(len(output.tokens) for output in outputs)
+            stats.decode_tokens += sum(len(output.tokens) for output in outputs)
         return outputs
 
     def _run(self, batch: Batch) -> list[StepOutput]:
-        logits = self.runner.forward(batch)
-        tokens, broken = self._draw(batch, logits)
+        tokens, broken = self._draw(batch, self.runner.forward(batch))
         outputs, at = [], 0
         for row in batch.rows:
             new = tokens[at : at + row.num_logits]
@@ -125,34 +143,31 @@ class Engine:
     def _draw(self, batch: Batch, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """The token drawn from each row of ``logits [R, V]``, and whether that row is unusable (NaN or no maximum)."""
         wanted = [
-            (row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)
+            (row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)  # the drawn token's position
             for row in batch.rows
             for i in range(row.num_logits)
-        ]  # position of the token to be drawn
-        if not wanted:
-            return [], []
-        broken = ~logits.amax(dim=-1).isfinite()
-        logits = logits.masked_fill(broken[:, None], 0.0)
-        log_probs = to_log_probs(logits, [seq.params for seq, _ in wanted])
-        seeds = torch.tensor([seq.seed for seq, _ in wanted], device=logits.device)
-        positions = torch.tensor([position for _, position in wanted], device=logits.device)
-        return draw(log_probs, seeds, positions).tolist(), broken.tolist()
+        ]
+        tokens: list[int] = []
+        broken: list[bool] = []
+        for start in range(0, len(wanted), DRAW_ROWS):
+            seqs, positions = zip(*wanted[start : start + DRAW_ROWS], strict=True)
+            part = logits[start : start + DRAW_ROWS]
+            bad = ~part.amax(dim=-1).isfinite()
+            log_probs = to_log_probs(part.masked_fill(bad[:, None], 0.0), [seq.params for seq in seqs])
+            seeds, at = (torch.tensor(x, device=logits.device) for x in ([seq.seed for seq in seqs], positions))
+            tokens += draw(log_probs, seeds, at).tolist()
+            broken += bad.tolist()
+        return tokens, broken
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
         self.scheduler.finish(seq, reason, error)
-        self.stats.preemptions += seq.stats.preemptions
         del self._sequences[seq.id]
         return StepOutput(seq, tokens, reason)
-
-    def _get(self, request_id: int) -> Sequence:
-        if request_id not in self._sequences:
-            raise InvalidValueError("request id", request_id, "must name an unfinished request")
-        return self._sequences[request_id]
 
     def _check_ids(self, what: str, ids: Seq[int]) -> None:
         vocab = self.model.config.vocab_size
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            if type(token) is not int or not 0 <= token < vocab:
                 raise InvalidValueError(what, token, f"must be integers from 0 to {vocab - 1} (the vocabulary)")
 
     def _seed(self, request_id: int) -> int:

@@ -22,6 +22,7 @@ class Scheduler:
         self.config, self.store = config, store
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
         self._decode_next = False
 
     @property
@@ -71,6 +72,16 @@ class Scheduler:
         row.seq.num_committed += row.num_tokens
         row.seq.ids.extend(tokens)
 
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's pages; it goes on from its ids when there is room again."""
+        self.running.remove(seq)
+        self.store.free(seq.id)
+        seq.num_committed = 0
+        seq.status = Status.WAITING
+        seq.stats.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
     def _decode_rows(self) -> list[Row]:
         rows = []
         for seq in [s for s in self.running if s.decoding]:
@@ -88,6 +99,10 @@ class Scheduler:
         rows = [row for row in rows if row.seq.status is Status.RUNNING]
         while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
+            # One page of headroom per running row: else it would be thrown out again at the next page border.
+            headroom = self.store.num_free_pages - len(self.running)
+            if self.running and self.store.pages_for(len(seq.ids)) > headroom:
+                break
             if not self.store.reserve(seq.id, 0, len(seq.ids)):
                 break
             self.waiting.popleft()
@@ -105,15 +120,7 @@ class Scheduler:
         """Room for ``n`` more tokens of ``seq``, taken from the latest arrivals if need be, at last from itself."""
         while not self.store.reserve(seq.id, seq.num_committed, n):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is seq:
                 return False
         return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.store.free(seq.id)
-        seq.num_committed = 0
-        seq.status = Status.WAITING
-        seq.stats.preemptions += 1
-        self.waiting.appendleft(seq)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import psutil
 import torch
 
-from longdraft.config import EngineConfig, check_int
+from longdraft.config import EngineConfig, as_int
 from longdraft.errors import InvalidValueError, KVCapacityError, UnsupportedModelError
 from longdraft.models.config import ModelConfig
+from longdraft.models.weights import expected_shapes
 
 DTYPES = {
     "auto": torch.float32,  # bfloat16 where kernels exist that multiply in it at speed
@@ -17,11 +21,12 @@ DTYPES = {
     "float64": torch.float64,
 }
 FREE_MEMORY_SHARE = 0.4
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_dtype(what: str, name: str) -> torch.dtype:
     """``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64`` → the storage type."""
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise InvalidValueError(what, name, f"must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -41,6 +46,7 @@ def resolve_device(name: str) -> torch.device:
 
 def size_engine(
     config: ModelConfig,
+    dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
     *,
@@ -51,27 +57,41 @@ def size_engine(
     block_size: int,
     seed: int,
 ) -> EngineConfig:
-    """The engine's sizes. A ``max_model_len`` that was asked for must fit in the KV cache; the model's own is cut.
+    """The engine's sizes, worked out before the weights are loaded.
 
+    A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
     Raises ``InvalidValueError``, ``KVCapacityError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
-    check_int("block_size", block_size, 1, 4096)
-    check_int("max_num_seqs", max_num_seqs, 1, 65536)
+    block_size = as_int("block_size", block_size, 1, 4096)
+    max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     page_bytes = kv_bytes_per_token(config, kv_dtype) * block_size
-    memory = kv_cache_memory_bytes
-    if memory is None:
-        memory = int(_free_memory(device) * FREE_MEMORY_SHARE)
-    check_int("kv_cache_memory_bytes", memory, page_bytes, 2**63 - 1, f"One page alone takes {page_bytes} bytes.")
+    if kv_cache_memory_bytes is None:
+        memory = default_kv_memory(config, dtype, device)
+    else:
+        fix = f"One page alone takes {page_bytes} bytes."
+        memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
     pages_for_one = -(-length // block_size)
     num_pages = min(memory // page_bytes, max_num_seqs * pages_for_one)
-    if max_model_len is not None and num_pages < pages_for_one:
+    if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(
-            f"A context of max_model_len = {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, "
-            f"but the cache has {memory / 2**20:.0f} MiB ({num_pages * block_size} tokens). "
-            "Lower max_model_len or raise kv_cache_memory_bytes."
+            f"A context of {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, but the cache has "
+            f"{memory / 2**20:.0f} MiB ({num_pages * block_size} tokens). Lower max_model_len or raise "
+            "kv_cache_memory_bytes."
         )
     return EngineConfig(length, num_pages, max_num_seqs, max_num_batched_tokens, block_size, seed)
+
+
+def default_kv_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes for the KV cache where none were given: a share of what is free once the weights are loaded."""
+    weights = sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+    free = free_memory(device)
+    if weights >= free:
+        raise KVCapacityError(
+            f"The weights take {weights / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but only "
+            f"{free / 2**30:.1f} GiB of memory are free. Use a smaller model or dtype."
+        )
+    return int((free - weights) * FREE_MEMORY_SHARE)
 
 
 def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
@@ -79,7 +99,7 @@ def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
     own = config.context_length
     if max_model_len is None:
         max_model_len = own
-    check_int("max_model_len", max_model_len, 2, own, "The model was not made for longer contexts.")
+    max_model_len = as_int("max_model_len", max_model_len, 2, own, "The model was not made for longer contexts.")
     window = config.sliding_window
     if window is not None and window < max_model_len:
         fix = f"Pass max_model_len={window} or less: up to there a window is full attention."
@@ -92,7 +112,13 @@ def kv_bytes_per_token(config: ModelConfig, kv_dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
+    """Bytes free on the device; on the CPU, within the container's limit if there is one."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such files, or a limit of "max"
+        return free
+    return max(0, min(free, limit - used))

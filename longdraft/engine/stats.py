@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from longdraft.core import Batch
@@ -14,6 +11,7 @@ from longdraft.core import Batch
 class EngineStats:
     """Totals since the engine was made. Seconds are wall time inside ``Engine.step``."""
 
+    prompt_tokens: int = 0  # of all requests so far, forks apart
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prefill_tokens: int = 0  # prompt tokens fed, recomputation included
@@ -22,12 +20,8 @@ class EngineStats:
     preemptions: int = 0
     peak_kv_pages: int = 0
 
-    @contextmanager
-    def timed(self, batch: Batch) -> Iterator[None]:
-        """Charge the wall time of the block to the batch's phase, in the totals and in each of its sequences."""
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
+    def record(self, batch: Batch, seconds: float) -> None:
+        """Charge a step to the batch's phase, in the totals and in each of its sequences."""
         if batch.prefill:
             self.prefill_s += seconds
             self.prefill_tokens += batch.num_tokens

@@ -7,7 +7,7 @@ name, e.g. ``ref``) in front of all others wherever it supports the call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -45,24 +45,26 @@ class CallSpec:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def _candidates(op: str) -> list[tuple[str, Callable[..., Any]]]:
+def _candidates(op: str, spec: CallSpec) -> Iterator[tuple[str, Any, str | None]]:
+    """(name, implementation, why it cannot serve) in order of preference, each imported when its turn comes."""
     forced = os.environ.get("LONGDRAFT_KERNELS", "")
     known = {name for names in IMPLEMENTATIONS.values() for name in names}
     if forced and forced not in known:
         raise InvalidValueError("LONGDRAFT_KERNELS", forced, f"must be one of {', '.join(sorted(known))}")
-    names = sorted(IMPLEMENTATIONS[op], key=lambda name: name != forced)  # stable: the forced one first
-    loaded = []
-    for name in names:
+    for name in sorted(IMPLEMENTATIONS[op], key=lambda name: name != forced):  # stable: the forced one first
         module, attribute = IMPLEMENTATIONS[op][name].split(":")
-        loaded.append((name, getattr(import_module(module), attribute)))
-    return loaded
+        try:
+            kernel = getattr(import_module(module), attribute)
+        except ImportError as error:
+            yield name, None, f"cannot be imported ({error})"
+        else:
+            yield name, kernel, kernel.supports(spec)
 
 
 def explain(op: str, spec: CallSpec) -> list[tuple[str, str]]:
     """(implementation, verdict) in order; the verdict is ``"used"``, ``"also fits"`` or the reason it cannot serve."""
     rows, used = [], False
-    for name, kernel in _candidates(op):
-        reason = kernel.supports(spec)
+    for name, _, reason in _candidates(op, spec):
         rows.append((name, reason or ("also fits" if used else "used")))
         used = used or reason is None
     return rows
@@ -71,8 +73,7 @@ def explain(op: str, spec: CallSpec) -> list[tuple[str, str]]:
 def select(op: str, spec: CallSpec) -> Any:  # noqa: ANN401 - the class that implements ``op``
     """The implementation class for ``op``; ``KernelError`` with every reason when none fits."""
     reasons = []
-    for name, kernel in _candidates(op):
-        reason = kernel.supports(spec)
+    for name, kernel, reason in _candidates(op, spec):
         if reason is None:
             return kernel
         reasons.append(f"{name}: {reason}")

@@ -83,9 +83,11 @@ class PagedStore:
 
     def slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """``[stop - start]`` slots of the tokens ``[start, stop)`` of ``row``, which must be reserved."""
+        size = self.layout.page_size
+        first = start // size
+        pages = torch.tensor(self._tables[row][first : self.pages_for(stop)], dtype=torch.int64)
         token = torch.arange(start, stop)
-        table = torch.tensor(self._tables[row], dtype=torch.int64)
-        return table[token // self.layout.page_size] * self.layout.page_size + token % self.layout.page_size
+        return pages[token // size - first] * size + token % size
 
     def view(self, rows: Sequence[int], lens: Sequence[int]) -> KVView:
         """The first ``lens[b]`` tokens of each row, all of them visible."""

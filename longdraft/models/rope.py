@@ -102,9 +102,16 @@ class RotaryTable:
         self._limit = max_position_embeddings if rope.kind == "dynamic" else None
         self._cos = self._sin = torch.empty(0, head_dim // 2, device=device)
 
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [N] → [N, D/2] each
-        """Cosines and sines at ``positions`` (int64, not negative)."""
-        if positions.numel():
+    def lookup(
+        self, positions: torch.Tensor, length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [N] → [N, D/2] each
+        """Cosines and sines at ``positions`` (int64, not negative).
+
+        ``length``: a number that all positions are known to be below; it spares reading them back from a device.
+        """
+        if length is not None:
+            self._grow(length)
+        elif positions.numel():
             first, last = (int(bound) for bound in positions.aminmax())
             if first < 0:
                 raise InvalidValueError("position", first, "it must not be negative")

@@ -69,7 +69,7 @@ class Transformer:
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
         attention = self._attention(plan, self.layout, self.spec)
-        rotary = self._rotary.lookup(positions)
+        rotary = self._rotary.lookup(positions, int(plan.view.lens.max()))
         x = self.embedding[ids].to(self.spec.compute_dtype)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x = layer(x, rotary, plan, layer_kv, attention, self.layout)

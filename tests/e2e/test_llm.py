@@ -82,6 +82,50 @@ def test_one_bad_prompt_leaves_nothing_behind(llm):
     assert llm.generate([[1, 2]], GREEDY)
 
 
+def test_arrays_and_tensors_are_prompts(llm):
+    import numpy as np
+
+    want = [r.outputs[0].token_ids for r in llm.generate([[5, 6, 7], [8, 9]], GREEDY)]
+    for prompts in (
+        [np.array([5, 6, 7]), torch.tensor([8, 9])],
+        [[np.int64(5), 6, 7], {"prompt_token_ids": np.array([8, 9])}],
+        [(5, 6, 7), range(8, 10)],
+    ):
+        assert [r.outputs[0].token_ids for r in llm.generate(prompts, GREEDY)] == want
+    for one in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), np.array([[5, 6, 7]])):
+        assert llm.generate(one, GREEDY)[0].outputs[0].token_ids == want[0]
+    params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(12), stop_token_ids=np.array([], dtype=int))
+    assert params == GREEDY
+
+
+def test_a_callback_may_abort(llm):
+    def abort_second(engine, outputs):
+        for output in outputs:
+            if output.seq.ids[0] == 9 and not output.finish_reason and len(output.seq.output_ids) == 3:
+                engine.abort(output.seq.id)
+
+    first, second = llm.generate([[5, 6], [9, 9]], SamplingParams(temperature=0, max_tokens=8), on_step=abort_second)
+    assert (second.outputs[0].finish_reason, len(second.outputs[0].token_ids)) == ("abort", 3)
+    assert first.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_a_small_cache_is_logged(folder, caplog):
+    llm = LLM(folder, kv_cache_memory_bytes=50_000)
+    assert "KV cache holds 64 tokens" in caplog.text
+    assert llm.engine.config.max_tokens_per_request == 64
+    caplog.clear()
+    LLM(folder, kv_cache_memory_bytes=2**22)
+    assert not caplog.text
+
+
+def test_another_tokenizer_must_fit_the_model(folder, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(200)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelFileError, match="200 tokens.*128"):
+        LLM(folder, tokenizer=tmp_path, kv_cache_memory_bytes=2**22)
+
+
 def test_an_interrupt_leaves_nothing_behind(llm):
     def interrupt(engine, outputs):
         raise KeyboardInterrupt
@@ -92,7 +136,14 @@ def test_an_interrupt_leaves_nothing_behind(llm):
     assert llm.engine.store.num_free_pages == llm.engine.store.num_pages
 
 
-@pytest.mark.parametrize("prompts", [b"bytes", 5, None, [None], [b"x"], [{"text": "x"}], [{"prompt": "a", "x": 1}]])
+BAD_PROMPTS = [
+    *(b"bytes", 5, None, [None], [b"x"], [{"text": "x"}], [{"prompt": "a", "x": 1}], [{1, 2}], {"prompt": None}),
+    *({"prompt_token_ids": x} for x in (5, "abc", b"abc", None, True)),
+    *([10**5000], [[1.5]], [[True]], [["a"]], torch.ones(2, 2, 2), [[[1]]]),
+]
+
+
+@pytest.mark.parametrize("prompts", BAD_PROMPTS, ids=lambda p: type(p).__name__)
 def test_wrong_kinds_of_prompts(llm, prompts):
     with pytest.raises(InvalidValueError, match="prompt"):
         llm.generate(prompts, GREEDY)
@@ -100,7 +151,7 @@ def test_wrong_kinds_of_prompts(llm, prompts):
 
 @pytest.mark.parametrize("params", ["greedy", [GREEDY], [GREEDY, None], 3])
 def test_wrong_sampling_params(llm, params):
-    with pytest.raises((InvalidValueError, TypeError)):
+    with pytest.raises(InvalidValueError, match="sampling_params"):
         llm.generate([[1], [2]], params)
 
 
@@ -145,6 +196,8 @@ def test_what_is_not_a_model(tmp_path, folder):
         (tmp_path, ModelFileError, "config.json"),
         ("no-such-owner/no-such-model", ModelNotFoundError, "hf download no-such-owner/no-such-model"),
         ("../../etc/passwd\0", ModelNotFoundError, "no file or folder"),
+        ("x" * 10_000, ModelNotFoundError, "no file or folder"),
+        (5, InvalidValueError, "model is 5"),
     ):
         with pytest.raises(error, match=words):
             LLM(bad)

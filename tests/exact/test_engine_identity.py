@@ -49,6 +49,11 @@ class World:
         self.aborted += 1
         self.done.append((prompt, params, output, False))
 
+    def preempt(self):
+        running = self.engine.scheduler.running
+        if running:
+            self.engine.scheduler.preempt(self.rng.choice(running))
+
     def step(self):
         for output in self.engine.step():
             self.live[output.seq.id][2].extend(output.tokens)
@@ -63,6 +68,8 @@ class World:
             self.fork()
         elif self.rng.random() < 0.06:
             self.abort()
+        elif self.rng.random() < 0.08:
+            self.preempt()
         self.step()
 
 

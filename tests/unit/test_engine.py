@@ -154,3 +154,61 @@ def test_statistics_count_tokens_and_phases(tiny):
 
 def test_kv_dtype_of_the_store_follows_the_model(tiny):
     assert make_engine(tiny).store.k.dtype == torch.float64
+
+
+@pytest.mark.parametrize("prompt", [1, 17, 33])
+def test_a_prompts_last_chunk_is_prefill_whatever_its_length(tiny, prompt):
+    """A chunk of one token that ends a prompt is not decoding."""
+    engine = make_engine(tiny, max_num_batched_tokens=16)
+    engine.add([1] * prompt, greedy(3))
+    (seq,) = finished(engine).values()
+    assert (engine.stats.prefill_tokens, engine.stats.decode_steps, engine.stats.decode_tokens) == (prompt, 2, 2)
+    assert seq.stats.prefill_tokens == prompt
+
+
+def test_a_request_of_one_token_is_seen_in_the_peak(tiny):
+    engine = make_engine(tiny)
+    engine.add([1] * 40, greedy(1))
+    list(run(engine))
+    assert engine.stats.peak_kv_pages == 3
+
+
+@pytest.mark.parametrize("seed", [2**64, -1, 1.5, "x", True])
+def test_a_fork_with_a_bad_seed_is_refused(tiny, seed):
+    engine = make_engine(tiny)
+    source = engine.add([1, 2, 3], greedy(4))
+    with pytest.raises(InvalidValueError, match="seed"):
+        engine.fork(source, seed=seed)
+    assert len(finished(engine)) == 1
+
+
+def test_preemptions_are_counted_once_and_at_once(tiny):
+    engine = make_engine(tiny, num_pages=6)
+    ids = [engine.add([i] * 30, greedy(40)) for i in range(2)]
+    while not engine.stats.preemptions:
+        engine.step()
+    engine.fork(ids[1])
+    done = finished(engine)
+    assert engine.stats.preemptions == sum(seq.stats.preemptions for seq in done.values())
+
+
+def test_a_step_that_fails_is_timed_and_can_be_repeated(tiny, monkeypatch):
+    want = run_alone(tiny, [1, 2, 3], greedy(6))
+    engine = make_engine(tiny)
+    engine.add([1, 2, 3], greedy(6))
+    forward, calls = engine.runner.forward, iter([True, False, True])
+
+    def failing(batch):
+        if next(calls, False):
+            raise RuntimeError("out of memory")
+        return forward(batch)
+
+    monkeypatch.setattr(engine.runner, "forward", failing)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.stats.prefill_s > 0
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine.step()
+    (seq,) = finished(engine).values()
+    assert seq.output_ids == want

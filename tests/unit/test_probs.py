@@ -102,8 +102,11 @@ def test_sparse_and_dense_draws_agree():
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -2, "1", True, [], {}, 2**64])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -2, "1", True, [], {}, 2**64, 10**5000, -(10**400)], ids=lambda v: type(v).__name__
+)
 def test_bad_values_are_refused_by_name(field, value):
+    """Also numbers of more digits than Python prints."""
     with pytest.raises(InvalidValueError, match=field):
         SamplingParams(**{field: value})
 

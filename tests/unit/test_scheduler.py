@@ -50,9 +50,9 @@ def test_one_chunk_takes_in_several_short_prompts():
 
 
 def test_admission_waits_for_pages_and_seats():
-    scheduler = make(num_pages=4)
+    scheduler = make(num_pages=6)
     for number in range(3):
-        scheduler.add(seq(number, 8))
+        scheduler.add(seq(number, 8))  # two pages each: the third would leave none for the running two to grow
     assert advance(scheduler) == (True, [(0, 8, 1), (1, 8, 1)])
     assert [s.id for s in scheduler.waiting] == [2]
     scheduler = make(num_pages=20, max_num_seqs=1)
@@ -63,17 +63,17 @@ def test_admission_waits_for_pages_and_seats():
 
 
 def test_the_latest_arrival_makes_room_and_comes_back_first():
-    scheduler = make(num_pages=4)
+    scheduler = make(num_pages=5)
     first, second, third = seq(0, 8), seq(1, 8), seq(2, 3)
     for s in (first, second, third):
         scheduler.add(s)
     advance(scheduler)
-    advance(scheduler)  # both rows need a third page; the second gives up its two
+    advance(scheduler)  # both rows need a third page and one is left; the second gives up its own
     assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
-    assert (second.num_committed, second.stats.preemptions) == (0, 1)
+    assert (second.num_committed, second.stats.preemptions, scheduler.num_preemptions) == (0, 1, 1)
     assert [s.id for s in scheduler.waiting] == [1, 2]
     scheduler.finish(first, "stop")
-    assert scheduler.store.num_free_pages == 4
+    assert scheduler.store.num_free_pages == 5
     prefill, rows = advance(scheduler)
     assert prefill
     assert rows[0] == (1, 9, 1)  # prompt and the token it already had

@@ -6,7 +6,7 @@ import torch
 from longdraft.engine import sizing
 from longdraft.errors import InvalidValueError, KVCapacityError, UnsupportedModelError
 from longdraft.models.config import RopeConfig
-from longdraft.models.registry import tiny_config
+from longdraft.models.registry import RandomWeights, tiny_config
 
 SIZES = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "block_size": 16, "seed": 0}
 
@@ -14,7 +14,7 @@ SIZES = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "block_size": 16, "
 def size(config=None, *, max_model_len=None, memory=2**20):
     config = config or tiny_config()
     kwargs = {"max_model_len": max_model_len, "kv_cache_memory_bytes": memory}
-    return sizing.size_engine(config, torch.float32, torch.device("cpu"), **kwargs, **SIZES)
+    return sizing.size_engine(config, torch.float32, torch.float32, torch.device("cpu"), **kwargs, **SIZES)
 
 
 def test_pages_fill_the_memory_but_never_more_than_can_be_used():
@@ -25,7 +25,7 @@ def test_pages_fill_the_memory_but_never_more_than_can_be_used():
 
 
 def test_a_context_that_was_asked_for_must_fit():
-    with pytest.raises(KVCapacityError, match="max_model_len = 256.*kv_cache_memory_bytes"):
+    with pytest.raises(KVCapacityError, match="256 tokens.*kv_cache_memory_bytes"):
         size(max_model_len=256, memory=100_000)
     assert size(memory=100_000).max_tokens_per_request == 128  # the model's own limit is cut instead
 
@@ -55,6 +55,8 @@ def test_types_and_devices():
     with pytest.raises(InvalidValueError, match="kv_dtype.*int3.*bfloat16"):
         sizing.resolve_dtype("kv_dtype", "int3")
     assert sizing.resolve_device("cpu").type == "cpu"
+    with pytest.raises(InvalidValueError, match="dtype"):
+        sizing.resolve_dtype("dtype", [])
     for bad in ("tpu", "cuda:x", "cuda:99"):
         with pytest.raises(InvalidValueError, match="device"):
             sizing.resolve_device(bad)
@@ -63,3 +65,21 @@ def test_types_and_devices():
 def test_one_page_must_fit():
     with pytest.raises(InvalidValueError, match="kv_cache_memory_bytes"):
         size(memory=10)
+
+
+def test_the_default_is_a_share_of_what_the_weights_leave(monkeypatch):
+    config, cpu = tiny_config(), torch.device("cpu")
+    weights = 4 * sum(t.numel() for t in map(RandomWeights(config).load, RandomWeights(config).shapes()))
+    monkeypatch.setattr(sizing, "free_memory", lambda device: weights + 1000)
+    assert sizing.default_kv_memory(config, torch.float32, cpu) == 400
+    with pytest.raises(KVCapacityError, match="smaller model"):
+        sizing.default_kv_memory(config, torch.float64, cpu)
+
+
+@pytest.mark.parametrize(("limit", "used", "free"), [("1000", "400", 600), ("max", "400", None), ("100", "400", 0)])
+def test_a_containers_limit_counts(monkeypatch, tmp_path, limit, used, free):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(sizing, "CGROUP", tmp_path)
+    got = sizing.free_memory(torch.device("cpu"))
+    assert got == free if free is not None else got > 10**6

@@ -1,7 +1,8 @@
 """Attention in plain torch without a loop over rows: rows of similar shape are padded to one rectangle.
 
-The query heads of a KV head share one product with it, so that K and V are read once per KV head and never expanded.
-Work per layer is one gather and two products per rectangle; whatever depends only on the plan is made once per step.
+K and V are gathered once per layer and never expanded: the query heads of a KV head either share one product with it,
+or, where there are many queries, go through torch's fused attention one after the other. Whatever depends only on the
+plan is made once per step.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from longdraft.view import AttnPlan, LayerKV
 
 # From this many queries per KV head on, torch's fused attention beats two plain products (measured on CPU).
 FUSED_FROM = 48
-# A row joins a rectangle if that at most doubles its queries and adds at most a quarter to its pages.
-QUERY_SLACK, PAGE_SLACK = 2.0, 1.25
+# A row joins a rectangle if that at most doubles its queries, adds at most a quarter to its pages, and keeps the
+# gathered keys within this many bytes: about what stays in a cache, and no fresh memory from the system every step.
+QUERY_SLACK, PAGE_SLACK, MAX_BYTES = 2.0, 1.25, 16 * 2**20
 
 
-def rectangles(query_lens: list[int], num_pages: list[int]) -> list[list[int]]:
-    """Group rows so that padding a group to its largest row wastes little; every row is in exactly one group."""
+def rectangles(query_lens: list[int], num_pages: list[int], max_pages: int) -> list[list[int]]:
+    """Group rows so that padding a group to its largest row wastes little; every row is in exactly one group.
+
+    A group of several rows has at most ``max_pages`` pages, padding included.
+    """
     order = sorted(range(len(query_lens)), key=lambda b: (query_lens[b], num_pages[b]), reverse=True)
     groups: list[list[int]] = []
     for b in order:
         for group in groups:
             pages = [num_pages[i] for i in (*group, b)]
-            if query_lens[group[0]] <= QUERY_SLACK * query_lens[b] and max(pages) <= PAGE_SLACK * min(pages):
+            similar = query_lens[group[0]] <= QUERY_SLACK * query_lens[b] and max(pages) <= PAGE_SLACK * min(pages)
+            if similar and len(pages) * max(pages) <= max_pages:
                 group.append(b)
                 break
         else:
@@ -40,9 +46,14 @@ class PaddedAttention:
     name = "torch"
 
     def __init__(self, plan: AttnPlan, layout: PlainLayout, spec: CallSpec) -> None:
-        pages = -(-plan.view.lens // plan.view.page_size)
-        groups = rectangles(plan.query_lens.tolist(), pages.tolist())
+        block = layout.page_size * layout.head_dim
+        page_bytes = layout.num_kv_heads * block * spec.compute_dtype.itemsize
+        pages = (-(-plan.view.lens // plan.view.page_size)).tolist()
+        groups = rectangles(plan.query_lens.tolist(), pages, MAX_BYTES // page_bytes)
         self.rectangles = [_Rectangle(plan, rows, layout, spec) for rows in groups]
+        # One pair for all rectangles and layers: fresh memory costs a page fault per 4 KiB.
+        size = (max(len(r.blocks) for r in self.rectangles), block)
+        self.buffers = [torch.empty(size, dtype=spec.kv_dtype, device=plan.slots.device) for _ in range(2)]
 
     @staticmethod
     def supports(spec: CallSpec) -> str | None:
@@ -53,7 +64,8 @@ class PaddedAttention:
         """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written."""
         out = torch.empty_like(q)
         for rectangle in self.rectangles:
-            rectangle.attend(q, kv, out)
+            k, v = (rectangle.gather(*pair) for pair in zip((kv.k, kv.v), self.buffers, strict=True))
+            rectangle.attend(q, k, v, out)
         return out
 
 
@@ -83,41 +95,34 @@ class _Rectangle:
         self.keep = keep[:, None, :, None].to(device)  # [m, 1, page_size, 1]
 
         self.fused = spec.group_size * num_q >= FUSED_FROM
-        hidden = torch.arange(num_p * view.page_size) > (lens - query_lens + query)[:, :, None]  # [b, Q, S]
-        self.mask = hidden.to(device)[:, None]
+        position = (lens - query_lens + query).to(device)[:, None, :, None]  # [b, 1, Q, 1]
+        self.mask = torch.arange(num_p * view.page_size, device=device) > position  # [b, 1, Q, S]
         if self.fused:  # added to the scores: torch would turn a boolean mask into this one in every layer
-            self.mask = torch.zeros(self.mask.shape, dtype=spec.compute_dtype, device=device).masked_fill_(
-                self.mask, -torch.inf
-            )
-        self.buffers: list[torch.Tensor] = []
+            zero = torch.zeros((), dtype=spec.compute_dtype, device=device)
+            self.mask = torch.where(self.mask, -torch.inf, zero)
 
-    def attend(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor) -> None:
-        """Fill this rectangle's rows of ``out [N, H, D]``."""
-        (rows, num_q, _), (_, heads, dim) = self.size, q.shape
-        k, v = self._gather(kv)  # [b, G, S, D]
-        # Rounded to the storage type of K, as by a kernel that multiplies in that type.
-        x = q[self.tokens].to(kv.k.dtype).to(self.spec.compute_dtype).view(rows, num_q, heads, dim).transpose(1, 2)
-        if self.fused:
-            y = scaled_dot_product_attention(x, k, v, attn_mask=self.mask, enable_gqa=True)
-        else:
-            scores = (x.reshape(rows, k.shape[1], -1, dim) @ k.transpose(-1, -2)).mul_(dim**-0.5)
-            masked = scores.view(rows, heads, num_q, -1).masked_fill_(self.mask, -torch.inf)
-            y = masked.softmax(dim=-1).view(scores.shape) @ v
-            y = y.view(rows, heads, num_q, dim)
-        out[self.real_tokens] = y.transpose(1, 2).reshape(-1, heads, dim)[self.real]
-
-    def _gather(self, kv: LayerKV) -> list[torch.Tensor]:
-        """The rows' K and V as ``[b, G, S, D]``, zero at and past each row's length."""
+    def gather(self, storage: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows' K (or V) as ``[b, G, S, D]`` in the compute type, zero at and past each row's length."""
         rows, _, num_p = self.size
-        layout = self.layout
-        if not self.buffers:  # one pair for all layers: fresh memory costs a page fault per 4 KiB
-            self.buffers = [kv.k.new_empty(len(self.blocks), layout.page_size * layout.head_dim) for _ in range(2)]
-        gathered = []
-        for storage, buffer in zip((kv.k, kv.v), self.buffers, strict=True):
-            layout.gather(storage, self.blocks, buffer)
-            x = buffer.view(rows, layout.num_kv_heads, num_p, layout.page_size, layout.head_dim)
-            row, page = self.scrub
-            tail = x[row, :, page]  # [m, G, page_size, D]
-            x[row, :, page] = tail.where(self.keep, tail.new_zeros(()))
-            gathered.append(x.view(rows, layout.num_kv_heads, -1, layout.head_dim).to(self.spec.compute_dtype))
-        return gathered
+        layout, buffer = self.layout, buffer[: len(self.blocks)]
+        layout.gather(storage, self.blocks, buffer)
+        x = buffer.view(rows, layout.num_kv_heads, num_p, layout.page_size, layout.head_dim)
+        row, page = self.scrub
+        tail = x[row, :, page]  # [m, G, page_size, D]
+        x[row, :, page] = tail.where(self.keep, tail.new_zeros(()))
+        return x.view(rows, layout.num_kv_heads, -1, layout.head_dim).to(self.spec.compute_dtype)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill this rectangle's rows of ``out [N, H, D]`` from ``k, v [b, G, S, D]``."""
+        (rows, num_q, _), (_, heads, dim) = self.size, q.shape
+        # Rounded to the storage type of K, as by a kernel that multiplies in that type.
+        x = q[self.tokens].to(self.spec.kv_dtype).to(self.spec.compute_dtype)
+        x = x.view(rows, num_q, k.shape[1], -1, dim).permute(0, 2, 3, 1, 4)  # [b, G, group, Q, D]
+        if self.fused:
+            each = [scaled_dot_product_attention(head, k, v, attn_mask=self.mask) for head in x.unbind(2)]
+            y = torch.stack(each, dim=2)
+        else:
+            scores = (x.flatten(2, 3) @ k.transpose(-1, -2)).mul_(dim**-0.5)
+            scores.view(rows, heads, num_q, -1).masked_fill_(self.mask, -torch.inf)
+            y = (scores.softmax(dim=-1) @ v).view(x.shape)
+        out[self.real_tokens] = y.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)[self.real]
