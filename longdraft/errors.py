@@ -34,7 +34,11 @@ class ContextLengthError(InvalidValueError):
     """A prompt does not fit: ``value`` tokens were given, ``limit`` says how many are allowed."""
 
 
-class KVCapacityError(LongDraftError):
+class OutOfMemoryError(LongDraftError):
+    """Weights or cache do not fit in memory; the message gives both sizes and what to change."""
+
+
+class KVCapacityError(OutOfMemoryError):
     """The KV cache cannot be made large enough for what was asked."""
 
 

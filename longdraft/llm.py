@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
 from os import PathLike
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
-from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.config import SamplingParams
 from longdraft.core import Sequence as EngineSequence
@@ -22,15 +20,15 @@ from longdraft.engine.sizing import resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats
+from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 OnStep = Callable[[Engine, list[StepOutput]], None]
 log = logging.getLogger("longdraft")
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. One thread may use it at a time.
 
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
@@ -55,8 +53,8 @@ class LLM:
         self,
         model: str | PathLike[str] | None = None,
         *,
-        dtype: str = "auto",
-        kv_dtype: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        kv_dtype: str | torch.dtype | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -97,15 +95,14 @@ class LLM:
             progress=on_load,
         )
         self.engine = Engine(self.model, engine_config, self.checkpoint.eos_token_ids)
-        for warning in self.checkpoint.warnings:
-            log.warning(warning)
-        if engine_config.max_tokens_per_request < engine_config.max_model_len:
-            log.warning(
-                "The KV cache holds %d tokens, less than the model's context of %d: longer requests end there. "
-                "Raise kv_cache_memory_bytes, or say max_model_len to be sure of a length.",
-                engine_config.max_tokens_per_request,
-                engine_config.max_model_len,
-            )
+        self._log_surprises(dtype)
+
+    def __repr__(self) -> str:
+        config = self.engine.config
+        return (
+            f"LLM({self.checkpoint.name!r}, dtype={self.model.dtype}, device={str(self.model.device)!r}, "
+            f"max_model_len={config.max_model_len}, kv_tokens={config.num_pages * config.block_size})"
+        )
 
     @property
     def exactness(self) -> str:
@@ -126,8 +123,7 @@ class LLM:
 
         Raises ``InvalidValueError`` or ``ContextLengthError`` before anything is computed if any prompt is unusable.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(encoded, sampling_params, on_step)
+        return self._run([encode(prompt, self.tokenizer) for prompt in as_list(prompts)], sampling_params, on_step)
 
     def chat(
         self,
@@ -141,21 +137,22 @@ class LLM:
             raise InvalidValueError("messages", messages, "must be a list of messages with 'role' and 'content'")
         messages = list(messages)
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        tokenizer, template = self._text_tools(), self.checkpoint.chat_template
+        tokenizer, template = require(self.tokenizer), self.checkpoint.chat_template
         talks = messages if several else [messages]
-        return self._run([(None, encode_chat(tokenizer, template, talk)) for talk in talks], sampling_params, on_step)
+        encoded = [EncodedPrompt(encode_chat(tokenizer, template, talk)) for talk in talks]
+        return self._run(encoded, sampling_params, on_step)
 
     def _run(
         self,
-        encoded: list[tuple[str | None, list[int]]],
+        prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_step: OnStep | None,
     ) -> list[RequestOutput]:
-        params = _one_each(sampling_params, len(encoded))
+        params = one_each(sampling_params, len(prompts))
         sequences: list[EngineSequence] = []
         try:
-            for (_, token_ids), p in zip(encoded, params, strict=True):
-                sequences.append(self.engine.sequence(self.engine.add(token_ids, p)))
+            for prompt, p in zip(prompts, params, strict=True):
+                sequences.append(self._add(prompt, p, len(sequences), len(prompts)))
             while any(seq.status is not Status.FINISHED for seq in sequences):
                 outputs = self.engine.step()
                 if on_step:
@@ -164,9 +161,20 @@ class LLM:
             for seq in sequences:
                 if seq.status is not Status.FINISHED:
                     self.engine.abort(seq.id)
-        return [self._result(text, seq) for (text, _), seq in zip(encoded, sequences, strict=True)]
+        return [self._result(prompt, seq) for prompt, seq in zip(prompts, sequences, strict=True)]
 
-    def _result(self, prompt: str | None, seq: EngineSequence) -> RequestOutput:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, index: int, count: int) -> EngineSequence:
+        try:
+            return self.engine.sequence(self.engine.add(prompt.ids, params))
+        except InvalidValueError as error:
+            if count == 1:
+                raise
+            # Among many, say which one.
+            raise type(error)(
+                f"{error.what} (prompt {index + 1} of {count})", error.value, error.limit, error.fix
+            ) from error
+
+    def _result(self, prompt: EncodedPrompt, seq: EngineSequence) -> RequestOutput:
         output_ids = seq.output_ids
         text = self.tokenizer.decode(output_ids) if self.tokenizer else ""
         stats = RequestStats(
@@ -177,50 +185,19 @@ class LLM:
             preemptions=seq.stats.preemptions,
         )
         completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error)
-        return RequestOutput(prompt, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
+        return RequestOutput(prompt.text, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it is text, and its ids."""
-        only_ids = False
-        if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise InvalidValueError("prompt", prompt, "as a mapping must hold 'prompt' or 'prompt_token_ids' alone")
-            only_ids = "prompt_token_ids" in prompt
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str) and not only_ids:
-            ids = self._text_tools().encode(prompt)
-            if not ids:
-                raise InvalidValueError("prompt", prompt, "must not be empty: this model has no token to start from")
-            return prompt, ids
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
-            raise InvalidValueError("prompt", prompt, "must be text or a sequence of token ids")
-        return None, [int(i) if isinstance(i, Integral) and not isinstance(i, bool) else i for i in ids]
-
-    def _text_tools(self) -> Tokenizer:
-        if self.tokenizer is None:
-            fix = "Pass tokenizer=FOLDER, or give prompts as token ids."
-            raise InvalidValueError(
-                "tokenizer", None, f"is needed for text: {self.checkpoint.path} has no tokenizer", fix
+    def _log_surprises(self, dtype: object) -> None:
+        """What a user may not expect of this model on this machine."""
+        for warning in self.checkpoint.warnings:
+            log.warning(warning)
+        if dtype == "float16":
+            log.warning("float16 weights are stored as bfloat16: same size, wider range, fewer digits.")
+        config = self.engine.config
+        if config.max_tokens_per_request < config.max_model_len:
+            log.warning(
+                "The KV cache holds %d tokens, less than the model's context of %d: longer requests end there. "
+                "Raise kv_cache_memory_bytes, or say max_model_len to be sure of a length.",
+                config.max_tokens_per_request,
+                config.max_model_len,
             )
-        return self.tokenizer
-
-
-def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several → several. A list of integers is one prompt, as is an array with one dimension."""
-    if isinstance(prompts, (str, Mapping)) or getattr(prompts, "ndim", None) == 1:
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise InvalidValueError("prompts", prompts, "must be text, token ids, or a list of these")
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(p, Integral) for p in prompts) else prompts
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
-    several = list(params) if isinstance(params, Iterable) else [params]
-    if len(several) != n or not all(isinstance(p, SamplingParams) for p in several):
-        limit = f"must be one SamplingParams, or one for each of {n} prompts"
-        raise InvalidValueError("sampling_params", params, limit)
-    return several

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RequestOutput:
     """A prompt and what came of it. ``exactness`` is the tier of the promise that its output is repeatable."""
 
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] = field(repr=False)  # thousands of numbers
     outputs: list[CompletionOutput]
     stats: RequestStats
     exactness: str

@@ -37,6 +37,8 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
         return _from_gguf(require_bundled(), BUNDLED)
     if not isinstance(model, (str, PathLike)):
         raise InvalidValueError("model", model, "must be a path, a name or a hub id")
+    if not str(model):
+        raise InvalidValueError("model", model, "must not be empty", "Leave it out for the embedded model.")
     path = Path(model).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -124,8 +126,11 @@ def _hub_folder(repo: str, download: bool) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES, local_files_only=not download))
     except Exception as error:  # the hub's exceptions have changed with every major version
-        reason = "could not be downloaded" if download else "is not in the local hub cache, and the network is off"
+        if download:
+            first_line = (str(error).splitlines() or [""])[0]
+            problem = f"{repo!r} could not be downloaded ({type(error).__name__}: {first_line})"
+            raise ModelNotFoundError(f"{problem}. Check the name and the network.") from error
         raise ModelNotFoundError(
-            f"{repo!r} {reason} ({type(error).__name__}). Run: hf download {repo}"
-            + ("" if download else ", or allow the network with --download (download=True)")
+            f"{repo!r} is not in the local hub cache, and the network is off. Run: hf download {repo}, "
+            "or allow the network with --download (download=True)"
         ) from error

@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: boxes cut long option names off
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="demo")(demo.demo)

@@ -13,9 +13,10 @@ NOVEL = "austen_pride_and_prejudice"
 
 def demo(
     model: options.Model = None,
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Prompts decoded together.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt in tokens.")] = 4000,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
+    tokenizer: options.TokenizerFolder = None,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 4000,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     json: options.Json = False,
@@ -33,11 +34,11 @@ def demo(
     from longdraft.config import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    llm = options.make_llm(model, dtype=dtype, device=device, download=download)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm = options.make_llm(model, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with Progress() as progress:
         results = llm.generate(prompts, params, on_step=track(progress, batch * max_tokens))
     for i, result in enumerate(results, start=1):
@@ -47,7 +48,11 @@ def demo(
     run, where = figures(llm, results), setting(llm)
     console.print(table("plain decoding", run, where))
     if json:
-        print(jsonlib.dumps({**where, "batch": batch, "prompt_tokens": prompt_tokens, "plain": run}))
+        print(
+            jsonlib.dumps(
+                {**where, "batch": batch, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "plain": run}
+            )
+        )
 
 
 def passages(llm, batch: int, prompt_tokens: int, max_tokens: int) -> list[list[int]]:  # noqa: ANN001 - LLM, lazily
@@ -58,14 +63,18 @@ def passages(llm, batch: int, prompt_tokens: int, max_tokens: int) -> list[list[
     import lzma
     from importlib.resources import files
 
+    from longdraft.config import as_int
     from longdraft.errors import ContextLengthError, InvalidValueError
+    from longdraft.prompts import require
 
+    as_int("--batch", batch, 1, 1024)
+    as_int("--prompt-tokens", prompt_tokens, 1, 2**31)
     limit = llm.engine.config.max_tokens_per_request
     if prompt_tokens + max_tokens > limit:
         fix = "Lower --prompt-tokens or --max-tokens."
         raise ContextLengthError("prompt + new tokens", prompt_tokens + max_tokens, f"must be at most {limit}", fix)
     packed = (files("longdraft") / "data" / f"{NOVEL}.txt.xz").read_bytes()
-    ids = llm.tokenizer.encode(lzma.decompress(packed).decode())
+    ids = require(llm.tokenizer).encode(lzma.decompress(packed).decode())
     if prompt_tokens > len(ids):
         raise InvalidValueError("--prompt-tokens", prompt_tokens, f"must be at most {len(ids)}, the novel's length")
     step = (len(ids) - prompt_tokens) // batch

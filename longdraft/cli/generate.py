@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longdraft.cli import options
 from longdraft.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
+    from longdraft.outputs import RequestOutput
 
 MAX_PROMPT_BYTES = 64 * 2**20
 
@@ -22,13 +27,14 @@ def generate(
         list[Path] | None, typer.Option("--file", "-f", help="A prompt from a file; may be repeated.")
     ] = None,
     model: options.Model = None,
+    tokenizer: options.TokenizerFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user's message.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable. Left out: a new one.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
     dtype: options.Dtype = "auto",
     kv_dtype: options.KVDtype = None,
@@ -45,6 +51,8 @@ def generate(
     from longdraft.cli.progress import Progress, track
     from longdraft.config import SamplingParams
 
+    if temperature > 0 and seed is None:
+        seed = secrets.randbelow(2**31)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -54,9 +62,12 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
+    if params.greedy and (top_k > 0 or top_p < 1 or min_p > 0 or seed is not None):
+        typer.secho("note: at temperature 0 the other sampling options change nothing", fg="yellow", err=True)
     prompts = read_prompts(prompt, file or [])
     llm = options.make_llm(
         model,
+        tokenizer=tokenizer,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -66,72 +77,83 @@ def generate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         download=download,
     )
+    sources, texts = zip(*prompts, strict=True)
     with Progress() as progress:
-        on_step = track(progress, len(prompts) * max_tokens)
+        on_step = track(progress, len(texts) * max_tokens)
         if chat:
-            results = llm.chat([[{"role": "user", "content": text}] for text in prompts], params, on_step=on_step)
+            results = llm.chat([[{"role": "user", "content": text}] for text in texts], params, on_step=on_step)
         else:
-            results = llm.generate(prompts, params, on_step=on_step)
-    _show(llm, results, json, stats)
-    failed = [error for result in results for error in [result.outputs[0].error] if error]
+            results = llm.generate(texts, params, on_step=on_step)
+    _show(llm, list(zip(sources, results, strict=True)), seed, json, stats)
+    failed = [result.outputs[0].error for result in results if result.outputs[0].error]
     if failed:
         typer.secho(f"error: {len(failed)} of {len(results)} requests failed: {failed[0]}", fg="red", err=True)
         raise typer.Exit(1)
 
 
-def read_prompts(prompt: str | None, paths: list[Path]) -> list[str]:
-    """The prompts of the command line: the argument, each file, or all of stdin."""
-    prompts = [_read_file(path) for path in paths]
-    if prompt is not None and prompt != "-":
-        prompts.insert(0, prompt)
-    elif prompt == "-" or not paths:
-        if prompt is None and sys.stdin.isatty():
-            raise InvalidValueError("prompt", None, "must be given", "Pass it as an argument, by --file, or on stdin.")
-        prompts.insert(0, _decode("stdin", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)))
+def read_prompts(prompt: str | None, paths: list[Path]) -> list[tuple[str, str]]:
+    """(source, text) of the prompts of the command line: the argument or stdin, then each file.
+
+    One newline at the end of a file or of stdin, and a byte-order mark, belong to the file and not to the prompt.
+    """
+    prompts = []
+    if prompt == "-" or (prompt is None and not paths):
+        if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+            raise InvalidValueError(
+                "prompt", prompt, "must be given", "Pass it as an argument, by --file, or on stdin."
+            )
+        prompts.append(("stdin", _decode("stdin", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))))
+    elif prompt is not None:
+        prompts.append(("argument", prompt))
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                prompts.append((str(path), _decode(str(path), file.read(MAX_PROMPT_BYTES + 1))))
+        except OSError as error:
+            raise InvalidValueError("--file", str(path), f"must be a readable file ({error.strerror})") from error
     return prompts
-
-
-def _read_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return _decode(str(path), file.read(MAX_PROMPT_BYTES + 1))
-    except OSError as error:
-        raise InvalidValueError("--file", str(path), f"must be a readable file ({error.strerror})") from error
 
 
 def _decode(name: str, data: bytes) -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise InvalidValueError("prompt", name, f"must be at most {MAX_PROMPT_BYTES // 2**20} MiB")
     try:
-        return data.decode()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidValueError("prompt", name, f"must be UTF-8 text ({error.reason} at byte {error.start})") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise InvalidValueError("prompt", name, "must not be empty")
+    return text
 
 
-def _show(llm, results, json: bool, stats: bool) -> None:  # noqa: ANN001
+def _show(llm: LLM, results: list[tuple[str, RequestOutput]], seed: int | None, json: bool, stats: bool) -> None:
     import json as jsonlib
 
     from rich.console import Console
 
     from longdraft.cli.report import figures, setting, table
 
-    run, where = figures(llm, results), setting(llm)
+    run, where = figures(llm, [result for _, result in results]), setting(llm)
     if json:
         rows = [
             {
+                "source": source,
                 "text": result.text,
                 "token_ids": result.outputs[0].token_ids,
                 "finish_reason": result.outputs[0].finish_reason,
                 "error": result.outputs[0].error,
                 "prompt_tokens": result.stats.prompt_tokens,
             }
-            for result in results
+            for source, result in results
         ]
-        print(jsonlib.dumps({**where, "results": rows, "plain": run}))
+        print(jsonlib.dumps({**where, "seed": seed, "results": rows, "plain": run}))
         return
-    for i, result in enumerate(results, start=1):
+    for source, result in results:
         if len(results) > 1:
-            typer.echo(f"--- {i} ({result.outputs[0].finish_reason})")
+            typer.echo(f"--- {source} ({result.outputs[0].finish_reason})")
         typer.echo(result.text)
     if stats:
+        if seed is not None:
+            where = {**where, "seed": seed}
         Console(stderr=True).print(table("", run, where))

@@ -13,7 +13,13 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Folder, GGUF file or hub id. Left out: the embedded SmolLM2-135M-Instruct."),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")]
+TokenizerFolder = Annotated[
+    str | None, typer.Option("--tokenizer", help="Folder with another tokenizer.json. Left out: the model's own.")
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Stored type of the weights: auto (float32), float32, bfloat16, float16 (as bfloat16), float64."),
+]
 KVDtype = Annotated[str | None, typer.Option(help="Type of the cached K and V. Left out: --dtype.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Left out: the model's own.")]
 KVMemory = Annotated[int | None, typer.Option(help="Bytes of KV cache. Left out: 40 % of what the weights leave free.")]

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 if TYPE_CHECKING:
@@ -22,18 +22,18 @@ class Progress:
     """Named bars. ``with Progress() as p: p.update("prefill", 512, 16000, "tokens")``."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
         columns = [
             TextColumn("[bold]{task.description:>8}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TextColumn("{task.fields[rate]:>12}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[unit]}{task.fields[speed]}"),
         ]
-        self._bars = Bars(*columns, console=console, disable=not self._live)
-        self._console, self._tasks, self._started, self._last_line = console, {}, {}, time.monotonic()
+        self._bars = Bars(*columns, console=self._console, disable=not self._live)
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+        self._printed: dict[str, float] = {}  # when each name last had a plain line
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -41,19 +41,22 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._bars.stop()
+        if kind is KeyboardInterrupt:
+            self._console.print("interrupted", style="red")
 
     def update(self, name: str, done: int, total: int, unit: str, seconds: float | None = None) -> None:
         """Set a bar. ``seconds`` is the time spent on it, where that is not the time since its first update."""
         now = time.monotonic()
-        started = self._started.setdefault(name, now)
-        spent = now - started if seconds is None else seconds
-        rate = f"{done / spent:,.0f} /s" if spent > 0 and done else ""
+        spent = now - self._started.setdefault(name, now) if seconds is None else seconds
+        speed = f", {done / spent:,.0f} /s, {(total - done) * spent / done:,.0f} s left" if spent > 0 and done else ""
+        if not self._live:
+            if now - self._printed.setdefault(name, now) > PLAIN_EVERY_S:
+                self._printed[name] = now
+                self._console.print(f"{name}: {done:,} of {total:,} {unit}{speed}", highlight=False)
+            return
         if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total, unit=unit, rate=rate)
-        self._bars.update(self._tasks[name], completed=done, total=total, rate=rate)
-        if not self._live and now - self._last_line > PLAIN_EVERY_S:
-            self._last_line = now
-            self._console.print(f"{name}: {done} of {total} {unit} {rate}", highlight=False)
+            self._tasks[name] = self._bars.add_task(name, unit=unit, speed=speed)
+        self._bars.update(self._tasks[name], completed=done, total=total, speed=speed)
 
 
 def track(progress: Progress, num_output_tokens: int) -> OnStep:
@@ -70,6 +73,7 @@ def track(progress: Progress, num_output_tokens: int) -> OnStep:
         total = max(stats.prompt_tokens, stats.prefill_tokens)  # preempted rows are filled again
         progress.update("prefill", stats.prefill_tokens, total, "tokens", stats.prefill_s)
         total = num_output_tokens if engine.has_work else generated
-        progress.update("decode", generated, total, "tokens", stats.decode_s)
+        if stats.decode_steps:
+            progress.update("decode", generated, total, "tokens", stats.decode_s)
 
     return on_step

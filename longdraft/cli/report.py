@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
     """What the engine did for ``results`` (its only requests so far).
 
-    ``tokens`` counts all output tokens. Each request's first one comes out of its prefill, so ``tokens_per_s`` is
-    decoded tokens over decoding seconds.
+    ``tokens`` counts all output tokens. Each request's first one comes out of its prefill; ``decode_tokens`` are the
+    others, and ``tokens_per_s`` is ``decode_tokens`` over ``decode_s``.
     """
     stats, store = llm.engine.stats, llm.engine.store
     return {
         "tokens": sum(result.stats.output_tokens for result in results),
+        "decode_tokens": stats.decode_tokens,
         "tokens_per_s": rate(stats.decode_tokens, stats.decode_s),
         "seconds": stats.prefill_s + stats.decode_s,
         "prefill_s": stats.prefill_s,
@@ -56,18 +57,21 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
     out = Table(title=title, show_header=False, title_justify="left")
     out.add_column(style="bold")
     out.add_column(justify="right")
-    out.add_row("prefill", f"{run['prefill_tokens']:,} tokens, {run['prefill_tokens_per_s']:,.0f} tokens/s")
-    out.add_row("decode", f"{run['tokens']:,} tokens, {run['tokens_per_s']:,.1f} tokens/s")
-    out.add_row("time", f"{run['prefill_s']:.1f} s prefill, {run['decode_s']:.1f} s decode")
+    out.add_row("output", f"{run['tokens']:,} tokens, each prompt's first one by its prefill")
+    for phase in ("prefill", "decode"):
+        tokens, seconds = run[f"{phase}_tokens"], run[f"{phase}_s"]
+        out.add_row(phase, f"{tokens:,} tokens in {seconds:.1f} s: {rate(tokens, seconds):,.1f} tokens/s")
     out.add_row("weights", f"{where['weight_bytes'] / 2**20:,.0f} MiB")
     used, per_token = run["kv_bytes_used"], run["kv_bytes_per_token"]
-    out.add_row("KV cache", f"{used / 2**20:,.0f} MiB used, {per_token / 2**10:,.1f} KiB per token")
+    out.add_row("KV cache", f"{used / 2**20:,.0f} MiB at most, {per_token / 2**10:,.1f} KiB per token")
     out.add_row("KV capacity", f"{run['kv_tokens_capacity']:,} tokens")
     if run["preemptions"]:
         out.add_row("preemptions", f"{run['preemptions']}")
     kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
     out.add_row("kernels", f"{kernels} ({where['dtype']}, KV {where['kv_dtype']}, {where['device']})")
-    out.add_row("exactness", str(where["exactness"]))
+    for name in ("exactness", "seed"):
+        if name in where:
+            out.add_row(name, str(where[name]))
     return out
 
 

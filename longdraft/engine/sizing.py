@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from longdraft.config import EngineConfig, as_int
-from longdraft.errors import InvalidValueError, KVCapacityError, UnsupportedModelError
+from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import expected_shapes
 
@@ -24,8 +24,10 @@ FREE_MEMORY_SHARE = 0.4
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def resolve_dtype(what: str, name: str) -> torch.dtype:
-    """``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64`` → the storage type."""
+def resolve_dtype(what: str, name: str | torch.dtype) -> torch.dtype:
+    """``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``, by name or as torch's → the storage type."""
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
     if not isinstance(name, str) or name not in DTYPES:
         raise InvalidValueError(what, name, f"must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -60,14 +62,15 @@ def size_engine(
     """The engine's sizes, worked out before the weights are loaded.
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
-    Raises ``InvalidValueError``, ``KVCapacityError`` or ``UnsupportedModelError``.
+    Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
     block_size = as_int("block_size", block_size, 1, 4096)
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     page_bytes = kv_bytes_per_token(config, kv_dtype) * block_size
+    left = memory_left(config, dtype, device)
     if kv_cache_memory_bytes is None:
-        memory = default_kv_memory(config, dtype, device)
+        memory = int(left * FREE_MEMORY_SHARE)
     else:
         fix = f"One page alone takes {page_bytes} bytes."
         memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
@@ -82,16 +85,17 @@ def size_engine(
     return EngineConfig(length, num_pages, max_num_seqs, max_num_batched_tokens, block_size, seed)
 
 
-def default_kv_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes for the KV cache where none were given: a share of what is free once the weights are loaded."""
+def memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes free on the device once the weights are loaded; ``OutOfMemoryError`` where they do not fit."""
     weights = sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
     free = free_memory(device)
     if weights >= free:
-        raise KVCapacityError(
-            f"The weights take {weights / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, but only "
-            f"{free / 2**30:.1f} GiB of memory are free. Use a smaller model or dtype."
+        name, gib = str(dtype).removeprefix("torch."), 2**30
+        raise OutOfMemoryError(
+            f"The weights take {weights / gib:.1f} GiB as {name}, but only {free / gib:.1f} GiB of memory are free. "
+            + ("Use a smaller model." if dtype.itemsize <= 2 else "Use dtype bfloat16 or a smaller model.")
         )
-    return int((free - weights) * FREE_MEMORY_SHARE)
+    return free - weights
 
 
 def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
@@ -99,7 +103,7 @@ def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
     own = config.context_length
     if max_model_len is None:
         max_model_len = own
-    max_model_len = as_int("max_model_len", max_model_len, 2, own, "The model was not made for longer contexts.")
+    max_model_len = as_int("max_model_len", max_model_len, 2, own, f"The model was made for contexts up to {own}.")
     window = config.sliding_window
     if window is not None and window < max_model_len:
         fix = f"Pass max_model_len={window} or less: up to there a window is full attention."

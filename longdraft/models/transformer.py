@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longdraft.errors import OutOfMemoryError
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import PlainLayout
 from longdraft.models.config import ModelConfig
@@ -122,8 +123,14 @@ class _Loader:
 
     def tensor(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The named tensors, stacked along their first dimension."""
-        parts = [self.source.load(name).to(self.device, dtype or self.spec.dtype) for name in names]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        try:
+            parts = [self.source.load(name).to(self.device, dtype or self.spec.dtype) for name in names]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        except (RuntimeError, MemoryError) as error:  # torch's own error for this is a RuntimeError
+            raise OutOfMemoryError(
+                f"Loading {names[0]} failed after {self.num_bytes / 2**30:.2f} GiB of weights ({error}). "
+                "Use a smaller dtype or model."
+            ) from error
         self.num_bytes += joined.nbytes
         return joined
 

@@ -20,6 +20,7 @@ LAYERS = [
     {"checkpoint"},
     {"spec"},
     {"engine"},
+    {"prompts"},
     {"llm"},
     {"cli"},
 ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longdraft.engine import sizing
-from longdraft.errors import InvalidValueError, KVCapacityError, UnsupportedModelError
+from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
 from longdraft.models.config import RopeConfig
 from longdraft.models.registry import RandomWeights, tiny_config
 
@@ -71,9 +71,9 @@ def test_the_default_is_a_share_of_what_the_weights_leave(monkeypatch):
     config, cpu = tiny_config(), torch.device("cpu")
     weights = 4 * sum(t.numel() for t in map(RandomWeights(config).load, RandomWeights(config).shapes()))
     monkeypatch.setattr(sizing, "free_memory", lambda device: weights + 1000)
-    assert sizing.default_kv_memory(config, torch.float32, cpu) == 400
-    with pytest.raises(KVCapacityError, match="smaller model"):
-        sizing.default_kv_memory(config, torch.float64, cpu)
+    assert sizing.memory_left(config, torch.float32, cpu) == 1000
+    with pytest.raises(OutOfMemoryError, match="float64.*bfloat16"):
+        sizing.memory_left(config, torch.float64, cpu)
 
 
 @pytest.mark.parametrize(("limit", "used", "free"), [("1000", "400", 600), ("max", "400", None), ("100", "400", 0)])
