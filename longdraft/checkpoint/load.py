@@ -110,9 +110,13 @@ def _from_folder(path: Path, name: str) -> Checkpoint:
 
 
 def fitting(tokenizer: Tokenizer, config: ModelConfig, path: str | PathLike[str]) -> Tokenizer:
-    """A model may have more embedding rows than tokens (padding), never fewer."""
-    if tokenizer.vocab_size > config.vocab_size:
-        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size} embedding rows"
+    """Check that every token of the vocabulary proper has an embedding row; there may be more rows (padding).
+
+    Tokens added later may lack one, as a pad token often does: a prompt that holds one is refused when it comes.
+    """
+    if tokenizer.base_vocab_size > config.vocab_size:
+        have = f"the tokenizer has {tokenizer.base_vocab_size} tokens"
+        problem = f"{have}, the model only {config.vocab_size} embedding rows"
         raise ModelFileError(path, problem, fix="Tokenizer and weights belong to different models.")
     return tokenizer
 

@@ -27,6 +27,7 @@ class Tokenizer:
         self._special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(self._special.values())
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.base_vocab_size = backend.get_vocab_size(with_added_tokens=False)
         # What starts a text that brings its own BOS; None where the tokenizer would not add one anyway.
         adds_bos = bos_token_id is not None and self._run(backend, "", True)[:1] == [bos_token_id]
         self._bos = self.token_text(bos_token_id) if adds_bos else None

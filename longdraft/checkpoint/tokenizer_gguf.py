@@ -117,7 +117,7 @@ def _sentencepiece_bpe(meta: _Metadata, tokens: list[str]) -> Backend:
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = _listed_merges(meta, vocab) if meta.get("merges", list) is not None else _scored_merges(meta, vocab)
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
-    use_metaspace(backend, "first")
+    use_metaspace(backend)
     return backend
 
 

@@ -126,6 +126,18 @@ def test_another_tokenizer_must_fit_the_model(folder, tmp_path):
         LLM(folder, tokenizer=tmp_path, kv_cache_memory_bytes=2**22)
 
 
+def test_an_added_token_without_an_embedding_is_refused_only_when_used(folder, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    backend.add_special_tokens(["[PAD]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(folder, tokenizer=tmp_path, kv_cache_memory_bytes=2**22)
+    assert llm.generate("w5", GREEDY)
+    with pytest.raises(InvalidValueError, match="128.*vocabulary"):
+        llm.generate("w5[PAD]", GREEDY)
+
+
 def test_an_interrupt_leaves_nothing_behind(llm):
     def interrupt(engine, outputs):
         raise KeyboardInterrupt
@@ -216,3 +228,85 @@ def test_a_short_sliding_window_is_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="sliding_window"):
         LLM(path, kv_cache_memory_bytes=2**22)
     assert LLM(path, max_model_len=64, kv_cache_memory_bytes=2**22).generate([[1] * 40], GREEDY)
+
+
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
+CONTROL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module")
+def talking_folder(tmp_path_factory):
+    """A tiny model with a byte-level tokenizer, a chat template and a generation config, as transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("talking")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=CONTROL
+    )
+    tokenizer.chat_template = TEMPLATE
+    tiny_checkpoint(folder, "qwen3", vocab_size=272)
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [260, 7], "temperature": 0.6}')
+    return folder
+
+
+def test_a_folder_with_text_tools_chats_like_transformers(talking_folder):
+    from transformers import AutoTokenizer
+
+    llm = LLM(talking_folder, kv_cache_memory_bytes=2**22)
+    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <|end|> 🙂"}]
+    (result,) = llm.chat(talk, GREEDY)
+    plain = [talk[0], {"role": "user", "content": "Hi there 🙂"}]
+    (again,) = llm.chat(plain, GREEDY)
+    theirs = AutoTokenizer.from_pretrained(talking_folder)
+    ids = theirs.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert again.prompt_token_ids == ids
+    end = llm.tokenizer.encode("<|end|>")
+    assert len(end) == 1
+    assert result.prompt_token_ids.count(end[0]) == 2  # the one in the user's text is plain text
+    assert llm.engine.eos_token_ids == {260, 7}
+    assert llm.generate("Hello, wörld", GREEDY)[0].prompt_token_ids == theirs("Hello, wörld").input_ids
+
+
+def test_a_template_in_a_file_of_its_own_or_by_name(talking_folder, tmp_path):
+    import json
+
+    from longdraft.checkpoint.folder import read_chat_template
+
+    assert read_chat_template(talking_folder) == TEMPLATE
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_chat_template(tmp_path) == "yes"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert read_chat_template(tmp_path) == "file"
+    (tmp_path / "chat_template.jinja").write_bytes(b"x" * 2**21)
+    with pytest.raises(ModelFileError, match="limit"):
+        read_chat_template(tmp_path)
+
+
+def test_a_hub_id_loads_from_the_cache_without_the_network(talking_folder, tmp_path):
+    import os
+    import shutil
+    import subprocess
+    import sys
+
+    repository = tmp_path / "hub" / "models--someone--something"
+    shutil.copytree(talking_folder, repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    code = (
+        "import sys\n"
+        "def refuse(event, args):\n"
+        "    assert event not in ('socket.connect', 'socket.getaddrinfo'), event\n"
+        "sys.addaudithook(refuse)\n"
+        "from longdraft import LLM\n"
+        "print(LLM('someone/something', kv_cache_memory_bytes=2**22))\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("LLM('someone/something'"), done.stderr

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longdraft.checkpoint.gguf import GGUFWeights, bos_token_id, eos_token_ids, hf_config
+from longdraft.checkpoint.gguf import GGUFWeights, eos_token_ids, hf_config
 from longdraft.checkpoint.gguf_header import _OTHER_GGML_TYPES, GGML_TYPES, parse_header, read_header
 from longdraft.errors import InvalidValueError, ModelFileError, UnsupportedModelError
 from longdraft.models.config import parse_hf_config
@@ -51,7 +51,7 @@ def load_all(path):
     try:
         header = read_header(path)
         raw, weights = hf_config(header), GGUFWeights(header)
-        eos_token_ids(header), bos_token_id(header)
+        eos_token_ids(header)
         for name, shape in weights.shapes().items():
             assert tuple(weights.load(name).shape) == shape
         try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.checkpoint.gguf import GGUFWeights, bos_token_id, eos_token_ids, hf_config
+from longdraft.checkpoint.gguf import GGUFWeights, eos_token_ids, hf_config
 from longdraft.checkpoint.gguf_header import GGML_TYPES, read_header
 from longdraft.errors import ModelFileError, UnsupportedModelError
 from longdraft.models.config import RopeConfig, parse_hf_config
@@ -224,7 +224,7 @@ def test_embedded_model(embedded_path):
         rope=RopeConfig(theta=100000.0),
     )
     check_names_and_shapes(config, weights)
-    assert (eos_token_ids(header), bos_token_id(header)) == ((2,), 1)
+    assert eos_token_ids(header) == (2,)
     for name in ("model.layers.29.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight", NORM):
         tensor = weights.load(name)
         assert tensor.dtype == torch.float32 and tensor.isfinite().all() and 0.01 < tensor.std() < 10
@@ -403,9 +403,9 @@ def test_end_and_begin_tokens(tmp_path):
         return read_header(write_llama_gguf(tmp_path / "x.gguf", LLAMA, random_tensors(LLAMA), tokenizer=ids))
 
     none = header()
-    assert (eos_token_ids(none), bos_token_id(none)) == ((), None)
+    assert eos_token_ids(none) == ()
     full = header(eos_token_id=2, eot_token_id=7, eom_token_id=2, bos_token_id=0, unknown_token_id=5)
-    assert (eos_token_ids(full), bos_token_id(full)) == ((2, 7), 0)
+    assert eos_token_ids(full) == (2, 7)
     for wrong in (128, 2**32 - 1, "2", True):
         with pytest.raises(ModelFileError, match="eos_token_id"):
             eos_token_ids(header(eos_token_id=wrong))
