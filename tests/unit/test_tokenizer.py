@@ -13,6 +13,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -59,6 +60,10 @@ def metadata() -> dict:
     return {key: field.contents() for key, field in gguf.GGUFReader(embedded_path()).fields.items()}
 
 
+# Older ones, the last for Python 3.10 among them, overlook add_bos_token and add_eos_token in GGUF files.
+READS_ADD_BOS = Version(transformers.__version__) >= Version("5.24")
+
+
 @pytest.fixture(scope="module")
 def ours(metadata) -> Tokenizer:
     return build_tokenizer(metadata)
@@ -73,7 +78,8 @@ def theirs():
 def assert_same(ours: Tokenizer, theirs, text: str) -> None:
     """Same ids, and same text back, for one text and one transformers tokenizer."""
     ids = theirs(text).input_ids
-    assert ours.encode(text) == ids
+    if READS_ADD_BOS:
+        assert ours.encode(text) == ids
     assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
