@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longdraft.config import SamplingParams
+from longdraft.config import DraftConfig, SamplingParams
 
 if TYPE_CHECKING:
     from longdraft.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "DraftConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

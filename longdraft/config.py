@@ -73,6 +73,34 @@ class SamplingParams:
         return self.temperature == 0
 
 
+SAMPLING_RULES = ("coupled", "maximal")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What proposes tokens: whose weights, which part of the KV cache they read, and how many tokens at a time.
+
+    ``kv`` names a selection (``longdraft.drafts.registry`` lists them), ``budget`` is its size in tokens per KV head,
+    sinks included. ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output
+    equal to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
+    """
+
+    weights: str = "target"
+    kv: str = "streaming_llm"
+    budget: int = 512
+    gamma: int = 4
+    sampling_rule: str = "coupled"
+
+    def __post_init__(self) -> None:
+        if self.weights != "target":
+            raise InvalidValueError("weights", self.weights, "must be 'target' (the model's own)")
+        object.__setattr__(self, "budget", as_int("budget", self.budget, 1, 2**31 - 1))
+        object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, 64))
+        if self.sampling_rule not in SAMPLING_RULES:
+            limit = f"must be one of {', '.join(SAMPLING_RULES)}"
+            raise InvalidValueError("sampling_rule", self.sampling_rule, limit)
+
+
 def _token_ids(ids: object) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise InvalidValueError("stop_token_ids", ids, "must be a sequence of token ids")

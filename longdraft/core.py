@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from longdraft.config import SamplingParams
+from longdraft.config import DraftConfig, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Status(Enum):
@@ -25,8 +29,27 @@ class SequenceStats:
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    draft_s: float = 0.0  # the part of decode_s spent on proposing
     prefill_tokens: int = 0  # tokens fed as prompt, recomputation after preemption included
     preemptions: int = 0
+    verify_passes: int = 0  # decode steps, with or without proposals
+    drafted: list[int] = field(default_factory=list)  # by position in the block: how often a token was proposed there
+    accepted: list[int] = field(default_factory=list)  # and how often it was accepted
+
+    @property
+    def verify_s(self) -> float:
+        """The part of decode_s spent on the target's passes and the rest of the step."""
+        return self.decode_s - self.draft_s
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Note one verify pass over ``drafted`` proposals, the first ``accepted`` of which held."""
+        self.verify_passes += 1
+        missing = drafted - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for i in range(drafted):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
 
 
 @dataclass(eq=False)  # an identity, not a value
@@ -43,6 +66,8 @@ class Sequence:
     params: SamplingParams
     seed: int
     max_total: int  # prompt + output may not exceed this many tokens
+    draft: DraftConfig | None = None  # None: plain decoding
+    held: bool = False  # keeps its pages but does not run
     num_committed: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop | length | abort | error
@@ -67,15 +92,23 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence's share of a step: feed ``num_tokens`` tokens from ``seq.num_committed`` on.
+    """One sequence's share of a step: feed ``num_tokens`` of its pending tokens, then the tokens of ``proposal``.
 
-    Logits are wanted for the last ``num_logits`` of them: none in the middle of a prompt, one for plain decoding and at
-    the end of a prompt, 1…γ+1 when proposals are verified.
+    Logits are wanted for the last ``num_logits`` of all these: none in the middle of a prompt, one for plain decoding
+    and at the end of a prompt, 1…γ+1 when proposals are verified. ``room`` more tokens have pages reserved.
     """
 
     seq: Sequence
     num_tokens: int
     num_logits: int
+    room: int = 0
+    proposal: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is fed, in order."""
+        start = self.seq.num_committed
+        return [*self.seq.ids[start : start + self.num_tokens], *self.proposal]
 
 
 @dataclass(frozen=True)
@@ -88,7 +121,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step."""
-        return sum(row.num_tokens for row in self.rows)
+        return sum(row.num_tokens + len(row.proposal) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft's tokens for some rows, ragged; under the maximal rule with the distributions they were drawn from."""
+
+    tokens: list[list[int]]
+    log_q: torch.Tensor | None = None  # [sum of lengths, V] log-probabilities, rows in order
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,20 @@ import torch
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
-from longdraft.config import SamplingParams
+from longdraft.config import DraftConfig, SamplingParams
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, StepOutput
+from longdraft.drafts.registry import check
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError
+from longdraft.exactness import tier
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
 
 Message = Mapping[str, Any]
+Draft = DraftConfig | str | Mapping[str, Any] | None
 OnStep = Callable[[Engine, list[StepOutput]], None]
 log = logging.getLogger("longdraft")
 
@@ -32,6 +35,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
+        draft: what proposes tokens: a ``DraftConfig``, a selection's name (``"streaming_llm"``), a mapping of
+            ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes what a request returns.
         dtype: type weights are stored and multiplied in: auto, float32, bfloat16, float64 (float16 becomes bfloat16).
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
         device: auto, cpu or cuda.
@@ -52,6 +57,7 @@ class LLM:
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
+        draft: Draft = None,
         *,
         dtype: str | torch.dtype = "auto",
         kv_dtype: str | torch.dtype | None = None,
@@ -66,6 +72,7 @@ class LLM:
         download: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        self.draft = resolve_draft(draft)
         self.checkpoint = load_checkpoint(model, download=download)
         self.tokenizer = self.checkpoint.tokenizer
         if tokenizer is not None:
@@ -106,8 +113,8 @@ class LLM:
 
     @property
     def exactness(self) -> str:
-        """The tier of the repeatability promise on these kernels: see docs/lossless.md."""
-        return "identical" if self.model.dtype == torch.float64 else "near-tie"
+        """The tier of the promise that a draft changes nothing, on these kernels: see docs/lossless.md."""
+        return tier(self.model, self.draft)
 
     def generate(
         self,
@@ -137,10 +144,17 @@ class LLM:
             raise InvalidValueError("messages", messages, "must be a list of messages with 'role' and 'content'")
         messages = list(messages)
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        tokenizer, template = require(self.tokenizer), self.checkpoint.chat_template
         talks = messages if several else [messages]
-        encoded = [EncodedPrompt(encode_chat(tokenizer, template, talk)) for talk in talks]
+        encoded = [EncodedPrompt(self.encode_chat(talk)) for talk in talks]
         return self._run(encoded, sampling_params, on_step)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt in any of its forms."""
+        return encode(prompt, self.tokenizer).ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of one conversation, ready to be answered."""
+        return encode_chat(require(self.tokenizer), self.checkpoint.chat_template, messages)
 
     def _run(
         self,
@@ -165,7 +179,7 @@ class LLM:
 
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, index: int, count: int) -> EngineSequence:
         try:
-            return self.engine.sequence(self.engine.add(prompt.ids, params))
+            return self.engine.sequence(self.engine.add(prompt.ids, params, self.draft))
         except InvalidValueError as error:
             if count == 1:
                 raise
@@ -183,6 +197,10 @@ class LLM:
             prefill_s=seq.stats.prefill_s,
             decode_s=seq.stats.decode_s,
             preemptions=seq.stats.preemptions,
+            draft_s=seq.stats.draft_s,
+            verify_passes=seq.stats.verify_passes,
+            drafted_by_position=tuple(seq.stats.drafted),
+            accepted_by_position=tuple(seq.stats.accepted),
         )
         completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error)
         return RequestOutput(prompt.text, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
@@ -201,3 +219,18 @@ class LLM:
                 config.max_tokens_per_request,
                 config.max_model_len,
             )
+
+
+def resolve_draft(draft: Draft) -> DraftConfig | None:
+    """The config that ``LLM(draft=...)`` stands for; ``InvalidValueError`` for names and fields that do not exist."""
+    if draft is None or isinstance(draft, DraftConfig):
+        return None if draft is None else check(draft)
+    if isinstance(draft, str):
+        return check(DraftConfig(kv=draft))
+    if not isinstance(draft, Mapping):
+        raise InvalidValueError("draft", draft, "must be a DraftConfig, a selection's name, a mapping, or None")
+    try:
+        return check(DraftConfig(**draft))
+    except TypeError as error:
+        names = ", ".join(DraftConfig.__dataclass_fields__)
+        raise InvalidValueError("draft", dict(draft), f"may have the fields {names}") from error

@@ -25,6 +25,35 @@ class RequestStats:
     prefill_s: float
     decode_s: float
     preemptions: int
+    draft_s: float = 0.0  # the part of decode_s spent on proposing
+    verify_passes: int = 0  # decode steps, with or without proposals
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def drafted(self) -> int:
+        """Tokens proposed."""
+        return sum(self.drafted_by_position)
+
+    @property
+    def accepted(self) -> int:
+        """Proposed tokens that were accepted."""
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """For each position in a block, the share of tokens proposed there that was accepted."""
+        return [a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Mean tokens per pass of the target, its own one included (1 is plain decoding); 0 before any."""
+        return (self.output_tokens - 1) / self.verify_passes if self.verify_passes else 0.0
+
+    @property
+    def verify_s(self) -> float:
+        """The part of decode_s spent on the target's passes and the rest of the step."""
+        return self.decode_s - self.draft_s
 
     @property
     def decode_tokens_per_s(self) -> float:

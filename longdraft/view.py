@@ -1,35 +1,113 @@
 """What attention reads, as data: all that a kernel ever sees of the cache.
 
-A ``KVView`` says which cached tokens a row can see; an ``AttnPlan`` adds the step's queries. Neither knows about
-requests, drafts or phases: prefill, decoding and verifying differ only in the numbers held here.
+A view says which cached tokens a row can see; an ``AttnPlan`` adds the step's queries. Neither knows about requests,
+drafts or phases: prefill, decoding, drafting and verifying differ only in the numbers held here. There are three kinds
+of view and no others; each can spell itself out page by page (``expand``), which is all that the reference kernels use.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+NEVER = 2**62  # the position of a slot that no query may see
+
+
+class KVView(Protocol):
+    """What a view of B rows offers, whatever its kind. Built on the CPU."""
+
+    lens: torch.Tensor  # [B] int64: tokens of each row's sequence, the step's own included
+    page_size: int
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``pages [B, G', P]`` and ``positions [B, G', P * page_size]``, where G' is G, or 1 if all heads see the same.
+
+        Slot ``s`` of a row's page list holds the token at ``positions[b, g, s]``, or nothing if that is ``NEVER``.
+        Every position appears at most once per head.
+        """
+
 
 @dataclass(frozen=True)
-class KVView:
-    """Rows' pages of a paged store (the *table* kind), built on the CPU.
+class TableView:
+    """Rows' pages of a paged store, and at most two token ranges in them: ``[0, sinks) ∪ [starts[b], lens[b])``.
 
-    Row ``b``'s token ``t`` lies in page ``tables[b, t // page_size]`` at offset ``t % page_size``; it sees tokens
-    ``[0, lens[b])``. Entries of ``tables`` past a row's last page are never followed.
+    Row ``b``'s token ``t`` lies in page ``tables[b, t // page_size]`` at offset ``t % page_size``. Entries past a row's
+    last page are never followed. The ranges are token-exact: StreamingLLM needs no copy.
     """
 
     tables: torch.Tensor  # [B, P] int64
-    lens: torch.Tensor  # [B] int64, the step's own tokens included
+    lens: torch.Tensor  # [B] int64
     page_size: int
+    sinks: int = 0
+    starts: torch.Tensor | None = None  # [B] int64; None: all tokens from 0 on
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KVView``: the pages that hold a visible token, in order."""
+        starts = torch.zeros_like(self.lens) if self.starts is None else self.starts
+        size, sinks = self.page_size, torch.full_like(self.lens, self.sinks).minimum(self.lens)
+        first = starts // size  # the first page of the second range; the sinks' pages before it
+        before = (-(-sinks // size)).minimum(first)
+        count = before + -(-self.lens // size) - first
+        column = torch.arange(int(count.max()))
+        number = torch.where(column < before[:, None], column, column - before[:, None] + first[:, None])  # [B, P]
+        used = column < count[:, None]
+        number = torch.where(used, number, number[:, :1])
+        position = (number[:, :, None] * size + torch.arange(size)).flatten(1)  # [B, P * page_size]
+        bounds = [x[:, None] for x in (sinks, starts, self.lens)]
+        seen = ((position < bounds[0]) | (position >= bounds[1])) & (position < bounds[2])
+        seen &= used.repeat_interleave(size, dim=1)
+        pages = self.tables.gather(1, number)
+        return pages[:, None], torch.where(seen, position, NEVER)[:, None]
+
+
+@dataclass(frozen=True)
+class PagesView:
+    """Chosen pages per row and KV head (page selections such as Quest's): page ``numbers[b, g, i]`` of the sequence.
+
+    Unused entries hold −1. The pages are the target's own; nothing is copied.
+    """
+
+    tables: torch.Tensor  # [B, P] int64, as in TableView
+    numbers: torch.Tensor  # [B, G, K] int64, each page at most once per head
+    lens: torch.Tensor  # [B] int64
+    page_size: int
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KVView``."""
+        used = self.numbers >= 0
+        number = self.numbers.clamp(min=0)
+        pages = self.tables[:, None].expand(-1, number.shape[1], -1).gather(2, number)
+        position = number[..., None] * self.page_size + torch.arange(self.page_size)
+        seen = used[..., None] & (position < self.lens[:, None, None, None])
+        return pages, torch.where(seen, position, NEVER).flatten(2)
+
+
+@dataclass(frozen=True)
+class CompactView:
+    """Copies of chosen tokens per KV head in a small store of their own, in that store's pages, with a growing tail.
+
+    ``positions`` says which token of the sequence a slot is a copy of; unused slots hold ``NEVER``.
+    """
+
+    tables: torch.Tensor  # [B, P] int64: pages of the small store
+    positions: torch.Tensor  # [B, G, P * page_size] int64
+    lens: torch.Tensor  # [B] int64: tokens of the sequence, not of the copy
+    page_size: int
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KVView``."""
+        pages = self.tables[:, None].expand(-1, self.positions.shape[1], -1)
+        return pages, torch.where(self.positions < self.lens[:, None, None], self.positions, NEVER)
 
 
 @dataclass(frozen=True)
 class AttnPlan:
-    """One step's attention: ragged queries over views. Made once per step, used by every layer.
+    """One step's attention: ragged queries over a view. Made once per step, used by every layer.
 
-    Row ``b`` owns the flat tokens ``[query_starts[b], query_starts[b + 1])``, which are the last ones of its view, and
-    attends causally: its last query sees ``lens[b]`` tokens, the one before it one fewer.
+    Row ``b`` owns the flat tokens ``[query_starts[b], query_starts[b + 1])``, which are the last ones of its sequence,
+    and attends causally: its last query stands at position ``lens[b] - 1``.
     """
 
     view: KVView

@@ -1,12 +1,15 @@
-"""``longdraft demo``: a batch of long prompts from a novel, continued by a real model."""
+"""``longdraft demo``: a batch of long prompts from a novel, continued plainly and speculatively by a real model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.cli import options
+from longdraft.cli import drafting, options
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
 
 NOVEL = "austen_pride_and_prejudice"
 
@@ -17,45 +20,55 @@ def demo(
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 4,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 4000,
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    draft: drafting.Kv = "streaming_llm",
+    budget: drafting.Budget = 512,
+    gamma: drafting.Gamma = 3,
+    sampling_rule: drafting.Rule = "coupled",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     json: options.Json = False,
     download: options.Download = False,
 ) -> None:
-    """Decode a batch of real long prompts (passages of a public-domain novel) and show what came out, and how fast."""
+    """Decode a batch of real long prompts (passages of a public-domain novel), plainly and with a draft, and compare.
+
+    Exit status 0 only if the outputs are equal as far as the exactness tier promises.
+    """
     import json as jsonlib
 
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
-    from longdraft.cli.progress import Progress, track
-    from longdraft.cli.report import figures, setting, table
+    from longdraft.cli.progress import Progress, track_comparison
+    from longdraft.cli.report import setting
+    from longdraft.compare import compare
     from longdraft.config import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    config = drafting.require_draft(drafting.draft_config(draft, budget, gamma, sampling_rule))
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
     llm = options.make_llm(model, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")
     with Progress() as progress:
-        results = llm.generate(prompts, params, on_step=track(progress, batch * max_tokens))
-    for i, result in enumerate(results, start=1):
-        before = llm.tokenizer.decode(result.prompt_token_ids[-40:])
-        text = Text.assemble((f"… {before}", "dim"), result.text)
-        console.print(Panel(text, title=f"passage {i}", title_align="left"))
-    run, where = figures(llm, results), setting(llm)
-    console.print(table("plain decoding", run, where))
+        result = compare(llm, prompts, params, config, track_comparison(progress))
+    for i, (ids, text) in enumerate(zip(result.prompts, result.texts, strict=True), start=1):
+        shown = Text.assemble((f"… {llm.tokenizer.decode(ids[-40:])}", "dim"), text)
+        console.print(Panel(shown, title=f"passage {i}", title_align="left"))
+    where = setting(llm)
+    console.print(drafting.comparison_table(result, config, where))
+    if note := drafting.note_on_speed(result):
+        console.print(note, style="dim")
     if json:
-        print(
-            jsonlib.dumps(
-                {**where, "batch": batch, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "plain": run}
-            )
-        )
+        sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
+        print(jsonlib.dumps({**where, **sizes, "draft": vars(config), **result.report()}))
+    if not result.held:
+        raise typer.Exit(1)
 
 
-def passages(llm, batch: int, prompt_tokens: int, max_tokens: int) -> list[list[int]]:  # noqa: ANN001 - LLM, lazily
+def passages(llm: LLM, batch: int, prompt_tokens: int, max_tokens: int) -> list[list[int]]:
     """``batch`` windows of ``prompt_tokens`` token ids, spread evenly over the novel.
 
     Raises ``ContextLengthError`` if prompt and continuation do not fit, ``InvalidValueError`` if the novel is shorter.

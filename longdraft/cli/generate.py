@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.cli import options
+from longdraft.cli import drafting, options
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from longdraft.config import DraftConfig, SamplingParams
     from longdraft.llm import LLM
     from longdraft.outputs import RequestOutput
 
@@ -36,6 +37,11 @@ def generate(
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable. Left out: a new one.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
+    draft: drafting.Kv = "off",
+    budget: drafting.Budget = 512,
+    gamma: drafting.Gamma = 4,
+    sampling_rule: drafting.Rule = "coupled",
+    compare: Annotated[bool, typer.Option("--compare", help="Decode plainly and with the draft, and compare.")] = False,
     dtype: options.Dtype = "auto",
     kv_dtype: options.KVDtype = None,
     max_model_len: options.MaxModelLen = None,
@@ -64,9 +70,13 @@ def generate(
     )
     if params.greedy and (top_k > 0 or top_p < 1 or min_p > 0 or seed is not None):
         typer.secho("note: at temperature 0 the other sampling options change nothing", fg="yellow", err=True)
+    config = drafting.draft_config(draft, budget, gamma, sampling_rule)
+    if compare:
+        drafting.require_draft(config)
     prompts = read_prompts(prompt, file or [])
     llm = options.make_llm(
         model,
+        draft=config,
         tokenizer=tokenizer,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -78,6 +88,9 @@ def generate(
         download=download,
     )
     sources, texts = zip(*prompts, strict=True)
+    if compare:
+        _compare(llm, list(sources), list(texts), params, config, chat, json)
+        return
     with Progress() as progress:
         on_step = track(progress, len(texts) * max_tokens)
         if chat:
@@ -88,6 +101,42 @@ def generate(
     failed = [result.outputs[0].error for result in results if result.outputs[0].error]
     if failed:
         typer.secho(f"error: {len(failed)} of {len(results)} requests failed: {failed[0]}", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _compare(
+    llm: LLM,
+    sources: list[str],
+    texts: list[str],
+    params: SamplingParams,
+    draft: DraftConfig,
+    chat: bool,
+    json: bool,
+) -> None:
+    """Decode both ways, show the speculative text and the table; exit status 1 if the promise did not hold."""
+    import json as jsonlib
+
+    from rich.console import Console
+
+    from longdraft.cli.progress import Progress, track_comparison
+    from longdraft.cli.report import setting
+    from longdraft.compare import compare
+
+    prompts = [llm.encode_chat([{"role": "user", "content": t}]) if chat else llm.encode(t) for t in texts]
+    with Progress() as progress:
+        result = compare(llm, prompts, params, draft, track_comparison(progress))
+    where = setting(llm)
+    if json:
+        rows = [{"source": source, "text": text} for source, text in zip(sources, result.texts, strict=True)]
+        print(jsonlib.dumps({**where, "draft": vars(draft), "results": rows, **result.report()}))
+    else:
+        for source, text in zip(sources, result.texts, strict=True):
+            typer.echo(f"--- {source}\n{text}" if len(texts) > 1 else text)
+    console = Console(stderr=True)
+    console.print(drafting.comparison_table(result, draft, where))
+    if note := drafting.note_on_speed(result):
+        console.print(note, style="dim")
+    if not result.held:
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ class Progress:
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
         columns = [
-            TextColumn("[bold]{task.description:>8}"),
+            TextColumn("[bold]{task.description:>11}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}{task.fields[speed]}"),
@@ -77,3 +78,8 @@ def track(progress: Progress, num_output_tokens: int) -> OnStep:
             progress.update("decode", generated, total, "tokens", stats.decode_s)
 
     return on_step
+
+
+def track_comparison(progress: Progress) -> Callable[[str, int, int], None]:
+    """The same for a comparison: one bar each for prefill, plain and speculative decoding."""
+    return lambda name, done, total: progress.update(name, done, total, "tokens")

@@ -30,9 +30,23 @@ def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
         "prefill_tokens_per_s": rate(stats.prefill_tokens, stats.prefill_s),
         "decode_steps": stats.decode_steps,
         "preemptions": stats.preemptions,
+        **_drafting(results),
         "kv_bytes_per_token": store.bytes_per_token,
         "kv_bytes_used": stats.peak_kv_pages * store.layout.page_size * store.bytes_per_token,
         "kv_tokens_capacity": store.num_pages * store.layout.page_size,
+    }
+
+
+def _drafting(results: Sequence[RequestOutput]) -> dict[str, object]:
+    """What the drafts did, where there were any."""
+    stats = [result.stats for result in results if result.stats.drafted]
+    if not stats:
+        return {}
+    passes = sum(s.verify_passes for s in stats)
+    return {
+        "drafted": sum(s.drafted for s in stats),
+        "accepted": sum(s.accepted for s in stats),
+        "tokens_per_verify": rate(sum(s.output_tokens - 1 for s in stats), passes),
     }
 
 
@@ -61,6 +75,9 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
     for phase in ("prefill", "decode"):
         tokens, seconds = run[f"{phase}_tokens"], run[f"{phase}_s"]
         out.add_row(phase, f"{tokens:,} tokens in {seconds:.1f} s: {rate(tokens, seconds):,.1f} tokens/s")
+    if "drafted" in run:
+        accepted = f"{run['accepted']:,} of {run['drafted']:,} proposals accepted"
+        out.add_row("draft", f"{accepted}, {run['tokens_per_verify']:.2f} tokens per verify")
     out.add_row("weights", f"{where['weight_bytes'] / 2**20:,.0f} MiB")
     used, per_token = run["kv_bytes_used"], run["kv_bytes_per_token"]
     out.add_row("KV cache", f"{used / 2**20:,.0f} MiB at most, {per_token / 2**10:,.1f} KiB per token")

@@ -11,19 +11,17 @@ from itertools import count
 
 import torch
 
-from longdraft.config import MAX_SEED, EngineConfig, SamplingParams, as_int
+from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, SamplingParams, as_int
 from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
+from longdraft.drafts.registry import check
 from longdraft.engine import stops
+from longdraft.engine.decide import decide
 from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
 from longdraft.engine.stats import EngineStats
 from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
-from longdraft.spec.probs import to_log_probs
-from longdraft.spec.sample import draw
-
-DRAW_ROWS = 16  # tokens are drawn for so many rows at a time: several float64 copies of [rows, V] are alive then
 
 
 class Engine:
@@ -39,8 +37,10 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
         self._ids = count()
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | None = None) -> int:
         """Queue a request and return its id. Refuses what could never run, before any work is done.
+
+        ``draft`` proposes tokens for it; ``None`` is plain decoding. Drafts may differ from request to request.
 
         ``max_tokens`` beyond the context limit is cut to it; a prompt that leaves no room for one token is refused.
         """
@@ -59,7 +59,8 @@ class Engine:
             )
         request_id = next(self._ids)
         seed = self._seed(request_id) if params.seed is None else params.seed
-        seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params, seed, limit)
+        draft = None if draft is None else check(draft)
+        seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params, seed, limit, draft)
         if params.max_tokens is not None:
             seq.max_total = min(limit, len(prompt_ids) + params.max_tokens)
         self._sequences[request_id] = seq
@@ -67,10 +68,11 @@ class Engine:
         self.scheduler.add(seq)
         return request_id
 
-    def fork(self, request_id: int, *, seed: int | None = None) -> int:
+    def fork(self, request_id: int, *, seed: int | None = None, draft: DraftConfig | None = None) -> int:
         """Continue an unfinished request as a second one from its current state, sharing its cached pages.
 
-        With the same seed (the default) both go on alike. Returns the new request's id. Its statistics start afresh.
+        With the same seed (the default) both go on alike, whatever ``draft`` the new one has (``None`` is plain
+        decoding). Returns the new request's id. Its statistics start afresh.
         """
         source = self.sequence(request_id)
         if seed is not None:
@@ -80,6 +82,8 @@ class Engine:
             id=next(self._ids),
             ids=list(source.ids),
             seed=source.seed if seed is None else seed,
+            draft=None if draft is None else check(draft),
+            held=False,
             num_committed=0,
             status=Status.WAITING,
             stats=SequenceStats(),
@@ -98,9 +102,13 @@ class Engine:
             raise InvalidValueError("request id", request_id, "must name an unfinished request")
         return self._sequences[request_id]
 
+    def hold(self, request_id: int, held: bool = True) -> None:
+        """Keep an unfinished request (and its pages) from running, or let it go on again."""
+        self.sequence(request_id).held = held
+
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request can go on: unfinished and not held."""
         return self.scheduler.has_work
 
     def step(self) -> list[StepOutput]:
@@ -112,52 +120,38 @@ class Engine:
         stats, used = self.stats, self.store.num_pages - self.store.num_free_pages
         stats.peak_kv_pages = max(stats.peak_kv_pages, used)
         stats.preemptions = self.scheduler.num_preemptions
+        drafted_s, drafting = 0.0, time.perf_counter()
         try:
-            outputs = self._run(batch)
+            batch, log_q = self.runner.propose(batch)
+            drafted_s = time.perf_counter() - drafting
+            outputs = self._verify(batch, log_q)
         finally:
             if self.model.device.type == "cuda":  # a chunk that wants no logits would be charged to the next step
                 torch.cuda.synchronize(self.model.device)
-            stats.record(batch, time.perf_counter() - started)
+            stats.record(batch, time.perf_counter() - started, drafted_s)
         if not batch.prefill:
             stats.decode_tokens += sum(len(output.tokens) for output in outputs)
         return outputs
 
-    def _run(self, batch: Batch) -> list[StepOutput]:
-        tokens, broken = self._draw(batch, self.runner.forward(batch))
-        outputs, at = [], 0
-        for row in batch.rows:
-            new = tokens[at : at + row.num_logits]
-            failed = any(broken[at : at + row.num_logits])
-            at += row.num_logits
-            if failed:
-                outputs.append(self._end(row.seq, [], "error", "the model's logits are not finite"))
-                continue
-            new, reason = stops.cut(row.seq, new, self.eos_token_ids) if new else (new, None)
-            self.scheduler.commit(row, new)
+    def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> list[StepOutput]:
+        """One pass of the target over the batch's tokens and proposals, and what follows from it for each row."""
+        decisions = decide(batch.rows, self.runner.forward(batch), log_q)
+        outputs = []
+        for row, decision in zip(batch.rows, decisions, strict=True):
+            tokens, reason = stops.cut(row.seq, decision.tokens, self.eos_token_ids)
+            if not batch.prefill:
+                # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
+                drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
+                row.seq.stats.count(drafted, min(decision.accepted, drafted))
+            error = None
+            if decision.broken and reason is None:
+                reason, error = "error", "the model's logits are not finite"
+            self.scheduler.commit(row, tokens)
             if reason:
-                outputs.append(self._end(row.seq, new, reason))
-            elif new:
-                outputs.append(StepOutput(row.seq, new))
+                outputs.append(self._end(row.seq, tokens, reason, error))
+            elif tokens:
+                outputs.append(StepOutput(row.seq, tokens))
         return outputs
-
-    def _draw(self, batch: Batch, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-        """The token drawn from each row of ``logits [R, V]``, and whether that row is unusable (NaN or no maximum)."""
-        wanted = [
-            (row.seq, row.seq.num_committed + row.num_tokens - row.num_logits + 1 + i)  # the drawn token's position
-            for row in batch.rows
-            for i in range(row.num_logits)
-        ]
-        tokens: list[int] = []
-        broken: list[bool] = []
-        for start in range(0, len(wanted), DRAW_ROWS):
-            seqs, positions = zip(*wanted[start : start + DRAW_ROWS], strict=True)
-            part = logits[start : start + DRAW_ROWS]
-            bad = ~part.amax(dim=-1).isfinite()
-            log_probs = to_log_probs(part.masked_fill(bad[:, None], 0.0), [seq.params for seq in seqs])
-            seeds, at = (torch.tensor(x, device=logits.device) for x in ([seq.seed for seq in seqs], positions))
-            tokens += draw(log_probs, seeds, at).tolist()
-            broken += bad.tolist()
-        return tokens, broken
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
         self.scheduler.finish(seq, reason, error)

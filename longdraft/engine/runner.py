@@ -1,43 +1,71 @@
-"""A batch → tensors → the model's logits. The only owner of what goes to the device each step."""
+"""A batch → logits, and a batch's rows → proposals. The only place where the engine touches the model."""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from dataclasses import replace
+
 import torch
 
-from longdraft.core import Batch
+from longdraft.config import DraftConfig
+from longdraft.core import Batch, Proposal, Row
+from longdraft.drafts.base import Draft, DraftRow
+from longdraft.drafts.registry import make
 from longdraft.kv.store import PagedStore
+from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
-from longdraft.view import AttnPlan
 
 
 class Runner:
-    """Runs batches of one model over one store."""
+    """Runs batches of one model over one store, and the drafts that its sequences ask for."""
 
     def __init__(self, model: Transformer, store: PagedStore) -> None:
         self.model, self.store = model, store
+        self._drafts: dict[DraftConfig, Draft] = {}
+
+    def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
+        """The batch with proposals for the rows that have a draft and room, group by group.
+
+        Also the drafts' log-probabilities ``[len(proposal), V]`` by sequence id, for the maximal rule.
+        """
+        groups: dict[DraftConfig, list[int]] = defaultdict(list)
+        for i, row in enumerate(batch.rows):
+            if row.room and row.seq.draft:
+                groups[row.seq.draft].append(i)
+        rows, log_q = list(batch.rows), {}
+        for config, members in groups.items():
+            started = time.perf_counter()
+            drafted = [DraftRow(rows[i].seq, rows[i].room) for i in members]
+            proposal = self.draft(config).propose(drafted, sampled=config.sampling_rule == "maximal")
+            seconds = time.perf_counter() - started
+            for n, i in enumerate(members):
+                rows[i] = with_proposal(rows[i], proposal.tokens[n])
+                rows[i].seq.stats.draft_s += seconds
+            log_q |= _by_row(proposal, [rows[i].seq.id for i in members])
+        return replace(batch, rows=rows), log_q
+
+    def draft(self, config: DraftConfig) -> Draft:
+        """The draft object of a config, made when first asked for; γ and the rule are the rows' business."""
+        key = replace(config, gamma=1, sampling_rule="coupled")
+        if key not in self._drafts:
+            self._drafts[key] = make(key, self.model, self.store)
+        return self._drafts[key]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store."""
-        ids: list[int] = []
-        positions: list[int] = []
-        starts, logits_at = [0], []
-        slots = []
-        for row in batch.rows:
-            start, stop = row.seq.num_committed, row.seq.num_committed + row.num_tokens
-            ids.extend(row.seq.ids[start:stop])
-            positions.extend(range(start, stop))
-            slots.append(self.store.slots(row.seq.id, start, stop))
-            starts.append(len(ids))
-            logits_at.extend(range(len(ids) - row.num_logits, len(ids)))
-        lens = [row.seq.num_committed + row.num_tokens for row in batch.rows]
-        view = self.store.view([row.seq.id for row in batch.rows], lens)
-        device = self.model.device
-        plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(device))
-        to_device = {"dtype": torch.int64, "device": device}
-        return self.model.forward(
-            torch.tensor(ids, **to_device),
-            torch.tensor(positions, **to_device),
-            plan,
-            self.store.layers,
-            torch.tensor(logits_at, **to_device),
-        )
+        feeds = [Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits) for row in batch.rows]
+        return feed(self.model, self.store, feeds)
+
+
+def with_proposal(row: Row, tokens: list[int]) -> Row:
+    """``row`` with at most ``room`` proposed tokens, whose logits are wanted too."""
+    tokens = tokens[: row.room]
+    return replace(row, proposal=tuple(tokens), num_logits=row.num_logits + len(tokens))
+
+
+def _by_row(proposal: Proposal, ids: list[int]) -> dict[int, torch.Tensor]:
+    if proposal.log_q is None:
+        return {}
+    parts = proposal.log_q.split([len(tokens) for tokens in proposal.tokens])
+    return dict(zip(ids, parts, strict=True))

@@ -9,6 +9,7 @@ always fits alone (``EngineConfig.max_tokens_per_request``), so the oldest one a
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from longdraft.config import EngineConfig
 from longdraft.core import Batch, Row, Sequence, Status
@@ -27,8 +28,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
-        return bool(self.waiting or self.running)
+        """Whether any sequence can go on: unfinished and not held."""
+        return any(not seq.held for queue in (self.waiting, self.running) for seq in queue)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -54,7 +55,9 @@ class Scheduler:
             if rows:
                 self._decode_next = not decode
                 return Batch(rows, prefill=not decode)
-        raise AssertionError("the oldest sequence always fits alone, so some row can run")
+        # Only sequences that are held stand in the way: the oldest one always fits alone.
+        self.preempt([seq for seq in self.running if seq.held][-1])
+        return self.schedule()
 
     def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
         """End ``seq`` and give back its pages. Ending a finished sequence again changes nothing."""
@@ -68,9 +71,16 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.error = Status.FINISHED, reason, error
 
     def commit(self, row: Row, tokens: list[int]) -> None:
-        """After a forward: the row's tokens are in the cache, and ``tokens`` are new."""
-        row.seq.num_committed += row.num_tokens
-        row.seq.ids.extend(tokens)
+        """After a forward: the row's own tokens are in the cache, and ``tokens`` are new.
+
+        All of them but the newest were accepted from the row's proposal, so their K/V are there too; what else the
+        proposal wrote is given back.
+        """
+        seq = row.seq
+        seq.num_committed += row.num_tokens + max(0, len(tokens) - 1)
+        seq.ids.extend(tokens)
+        if row.room:
+            self.store.truncate(seq.id, seq.num_committed)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages; it goes on from its ids when there is room again."""
@@ -84,28 +94,40 @@ class Scheduler:
 
     def _decode_rows(self) -> list[Row]:
         rows = []
-        for seq in [s for s in self.running if s.decoding]:
+        for seq in [s for s in self.running if s.decoding and not s.held]:
             if seq.status is Status.RUNNING and self._reserve(seq, 1):
                 rows.append(Row(seq, num_tokens=1, num_logits=1))
-        return [row for row in rows if row.seq.status is Status.RUNNING]
+        # Only when every row has room for its one token do proposals get what is left; nobody is preempted for them.
+        return [replace(row, room=self._room(row.seq)) for row in rows if row.seq.status is Status.RUNNING]
+
+    def _room(self, seq: Sequence) -> int:
+        """How many tokens may be proposed for ``seq``: γ, less near its length limit or where pages are short."""
+        if seq.draft is None:
+            return 0
+        room = min(seq.draft.gamma, seq.max_total - len(seq.ids) - 1)
+        while room > 0 and not self.store.reserve(seq.id, seq.num_committed, 1 + room):
+            room -= 1
+        return max(room, 0)
 
     def _prefill_rows(self) -> list[Row]:
         budget, rows = self.config.max_num_batched_tokens, []
-        for seq in [s for s in self.running if not s.decoding]:
+        for seq in [s for s in self.running if not s.decoding and not s.held]:
             n = min(seq.num_pending, budget)
             if n and seq.status is Status.RUNNING and self._reserve(seq, n):
                 rows.append(self._chunk(seq, n))
                 budget -= n
         rows = [row for row in rows if row.seq.status is Status.RUNNING]
         while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
-            seq = self.waiting[0]
+            seq = next((s for s in self.waiting if not s.held), None)
+            if seq is None:
+                break
             # One page of headroom per running row: else it would be thrown out again at the next page border.
             headroom = self.store.num_free_pages - len(self.running)
             if self.running and self.store.pages_for(len(seq.ids)) > headroom:
                 break
             if not self.store.reserve(seq.id, 0, len(seq.ids)):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             self.running.append(seq)
             seq.status = Status.RUNNING
             n = min(seq.num_pending, budget)

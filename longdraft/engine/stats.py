@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longdraft.core import Batch
+from longdraft.core import Batch, SequenceStats
 
 
 @dataclass
@@ -14,24 +14,29 @@ class EngineStats:
     prompt_tokens: int = 0  # of all requests so far, forks apart
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    draft_s: float = 0.0  # the part of decode_s spent on proposing
     prefill_tokens: int = 0  # prompt tokens fed, recomputation included
     decode_tokens: int = 0  # tokens that decode steps returned
     decode_steps: int = 0
     preemptions: int = 0
     peak_kv_pages: int = 0
 
-    def record(self, batch: Batch, seconds: float) -> None:
+    def record(self, batch: Batch, seconds: float, draft_s: float) -> None:
         """Charge a step to the batch's phase, in the totals and in each of its sequences."""
         if batch.prefill:
             self.prefill_s += seconds
             self.prefill_tokens += batch.num_tokens
         else:
             self.decode_s += seconds
+            self.draft_s += draft_s
             self.decode_steps += 1
         for row in batch.rows:
-            stats = row.seq.stats
-            if batch.prefill:
-                stats.prefill_s += seconds
-                stats.prefill_tokens += row.num_tokens
-            else:
-                stats.decode_s += seconds
+            _charge(row.seq.stats, batch.prefill, seconds, row.num_tokens)
+
+
+def _charge(stats: SequenceStats, prefill: bool, seconds: float, num_tokens: int) -> None:
+    if prefill:
+        stats.prefill_s += seconds
+        stats.prefill_tokens += num_tokens
+    else:
+        stats.decode_s += seconds

@@ -10,6 +10,8 @@ def cut(seq: Sequence, tokens: list[int], eos_token_ids: frozenset[int]) -> tupl
 
     The ending token itself is kept; a stop on the very last allowed token counts as ``stop``.
     """
+    if not tokens:
+        return tokens, None
     stops = set(seq.params.stop_token_ids)
     if not seq.params.ignore_eos:
         stops |= eos_token_ids

@@ -28,9 +28,9 @@ class PlainLayout:
         return storage[slots // self.page_size, :, slots % self.page_size]
 
     def block_index(self, pages: torch.Tensor) -> torch.Tensor:
-        """``pages [B, P]`` → flat block numbers for ``gather``, in the order [B, G, P]."""
+        """``pages [B, G', P]`` (G' is G or 1) → flat block numbers for ``gather``, in the order [B, G, P]."""
         heads = torch.arange(self.num_kv_heads, device=pages.device)
-        return (pages[:, None, :] * self.num_kv_heads + heads[None, :, None]).flatten()
+        return (pages * self.num_kv_heads + heads[:, None]).flatten()
 
     def gather(self, storage: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None:
         """Copy whole blocks, one per entry of ``blocks``, to ``out [len(blocks), page_size * D]``."""

@@ -16,7 +16,7 @@ import torch
 
 from longdraft.errors import KVCapacityError
 from longdraft.kernels.layout import PlainLayout
-from longdraft.view import KVView, LayerKV
+from longdraft.view import LayerKV, TableView
 
 
 class PagedStore:
@@ -89,12 +89,12 @@ class PagedStore:
         token = torch.arange(start, stop)
         return pages[token // size - first] * size + token % size
 
-    def view(self, rows: Sequence[int], lens: Sequence[int]) -> KVView:
+    def view(self, rows: Sequence[int], lens: Sequence[int]) -> TableView:
         """The first ``lens[b]`` tokens of each row, all of them visible."""
         tables = [self._tables[row] for row in rows]
         width = max(len(table) for table in tables)
         padded = [table + [0] * (width - len(table)) for table in tables]
-        return KVView(torch.tensor(padded), torch.tensor(list(lens)), self.layout.page_size)
+        return TableView(torch.tensor(padded), torch.tensor(list(lens)), self.layout.page_size)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store ``k, v [N, G, D]`` of one layer at ``slots [N]``."""

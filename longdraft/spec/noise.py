@@ -1,14 +1,19 @@
-"""Counter-based Gumbel noise: G(seed, position, token id), a pure function without state.
+"""Counter-based noise: G(seed, position, token id), a pure function without state.
 
 Coupled sampling (arXiv:2408.07978) draws a token as argmax(log p + G). Because the noise depends only on seed, position
 and token id, draft and target use the same noise, and neither batch-mates nor speculation can change a draw. The
-generator is Philox4x32-10 (Salmon et al. 2011): counter (token id // 4, position), key = seed; word ``id % 4`` belongs
-to the id.
+generator is Philox4x32-10 (Salmon et al. 2011): counter (token id // 4, position, role), key = seed; word ``id % 4``
+belongs to the id.
+
+Roles number independent streams. The coupled rule needs one that draft and target share; under the maximal rule
+(arXiv:2211.17192) the draft's draw, the acceptance and the draw after a rejection must be independent of each other.
 """
 
 from __future__ import annotations
 
 import torch
+
+COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -32,25 +37,34 @@ def philox(counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
     return torch.stack((a, b, c, d), dim=-1)
 
 
-def uniforms(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def uniforms(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor, role: int = COUPLED) -> torch.Tensor:
     """Uniform(0, 1) float64 noise of token ``ids`` at ``position`` under ``seed`` (int64, broadcast together)."""
     zero = torch.zeros_like(ids)
-    words = philox((ids >> 2, position, zero, zero), seed)
+    words = philox((ids >> 2, position, zero + role, zero), seed)
     word = words.gather(-1, (ids & 3).expand(words.shape[:-1])[..., None])[..., 0]
-    return (word.double() + 0.5) / 2.0**32
+    return _unit(word)
 
 
-def all_gumbels(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def accept_uniforms(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """What decides on the drafted token of each position: ``seed, position [K]`` → ``[K]`` float64."""
+    return uniforms(seed, position, torch.zeros_like(position), ACCEPT)
+
+
+def all_gumbels(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, role: int = COUPLED) -> torch.Tensor:
     """Noise of every token: ``seed, position [R]`` → ``[R, V]`` float64, four ids per Philox call."""
     group = torch.arange((vocab_size + 3) // 4, device=seed.device)[None]
     zero = torch.zeros_like(group)
-    words = philox((group, position[:, None], zero, zero), seed[:, None]).flatten(1)[:, :vocab_size]
-    return _gumbel((words.double() + 0.5) / 2.0**32)
+    words = philox((group, position[:, None], zero + role, zero), seed[:, None])
+    return _gumbel(_unit(words.flatten(1)[:, :vocab_size]))
 
 
-def gumbels(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def gumbels(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor, role: int = COUPLED) -> torch.Tensor:
     """Noise of chosen tokens: ``seed, position, ids [K]`` → ``[K]`` float64, equal to ``all_gumbels`` there."""
-    return _gumbel(uniforms(seed, position, ids))
+    return _gumbel(uniforms(seed, position, ids, role))
+
+
+def _unit(word: torch.Tensor) -> torch.Tensor:
+    return (word.double() + 0.5) / 2.0**32
 
 
 def _gumbel(u: torch.Tensor) -> torch.Tensor:

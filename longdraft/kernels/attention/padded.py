@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels.dispatch import CallSpec
 from longdraft.kernels.layout import PlainLayout
-from longdraft.view import AttnPlan, LayerKV
+from longdraft.view import NEVER, AttnPlan, LayerKV
 
 # From this many queries per KV head on, torch's fused attention beats two plain products (measured on CPU).
 FUSED_FROM = 48
@@ -48,9 +48,14 @@ class PaddedAttention:
     def __init__(self, plan: AttnPlan, layout: PlainLayout, spec: CallSpec) -> None:
         block = layout.page_size * layout.head_dim
         page_bytes = layout.num_kv_heads * block * spec.compute_dtype.itemsize
-        pages = (-(-plan.view.lens // plan.view.page_size)).tolist()
-        groups = rectangles(plan.query_lens.tolist(), pages, MAX_BYTES // page_bytes)
-        self.rectangles = [_Rectangle(plan, rows, layout, spec) for rows in groups]
+        pages, positions = plan.view.expand()
+        ends = (positions != NEVER) * torch.arange(1, positions.shape[-1] + 1)
+        used = -(-ends.amax(dim=(1, 2)) // layout.page_size)  # [B] pages up to the last slot that is seen
+        groups = rectangles(plan.query_lens.tolist(), used.tolist(), MAX_BYTES // page_bytes)
+        self.rectangles = [
+            _Rectangle(plan, rows, pages[rows, :, : int(used[rows].max())], positions[rows], layout, spec)
+            for rows in groups
+        ]
         # One pair for all rectangles and layers: fresh memory costs a page fault per 4 KiB.
         size = (max(len(r.blocks) for r in self.rectangles), block)
         self.buffers = [torch.empty(size, dtype=spec.kv_dtype, device=plan.slots.device) for _ in range(2)]
@@ -70,12 +75,20 @@ class PaddedAttention:
 
 
 class _Rectangle:
-    """Some rows of a plan, padded to ``Q`` queries and ``P`` pages (``S = P * page_size`` keys)."""
+    """Some rows of a plan, padded to ``Q`` queries and ``P`` pages (``S = P * page_size`` keys) per head."""
 
-    def __init__(self, plan: AttnPlan, rows: list[int], layout: PlainLayout, spec: CallSpec) -> None:
-        device, view = plan.slots.device, plan.view
-        lens, query_lens = view.lens[rows, None], plan.query_lens[rows, None]  # [b, 1]
-        num_q, num_p = int(query_lens.max()), int((-(-lens // view.page_size)).max())
+    def __init__(
+        self,
+        plan: AttnPlan,
+        rows: list[int],
+        pages: torch.Tensor,  # [b, G', P]
+        positions: torch.Tensor,  # [b, G', at least S]
+        layout: PlainLayout,
+        spec: CallSpec,
+    ) -> None:
+        device, lens, query_lens = plan.slots.device, plan.view.lens[rows, None], plan.query_lens[rows, None]
+        num_q, num_p = int(query_lens.max()), pages.shape[-1]
+        positions = positions[..., : num_p * layout.page_size]
         self.layout, self.spec, self.size = layout, spec, (len(rows), num_q, num_p)
 
         # A row with fewer queries repeats its last one; the copies are computed and dropped.
@@ -83,20 +96,18 @@ class _Rectangle:
         tokens = (plan.query_starts[rows, None] + query).flatten()
         real = (torch.arange(num_q) < query_lens).flatten()
         self.tokens, self.real, self.real_tokens = tokens.to(device), real.to(device), tokens[real].to(device)
+        self.blocks = layout.block_index(pages).to(device)
 
-        # A row with fewer pages repeats its first one: entries past its end are never followed.
-        page_start = torch.arange(num_p)[None] * view.page_size
-        table = torch.where(page_start < lens, view.tables[rows, :num_p], view.tables[rows, :1])
-        self.blocks = layout.block_index(table).to(device)
-        # What lies at or past a row's length must not be seen, not even times zero (0 · NaN is NaN).
-        unfilled = lens - page_start < view.page_size  # [b, P]
-        self.scrub = tuple(index.to(device) for index in unfilled.nonzero(as_tuple=True))
-        keep = torch.arange(view.page_size) < (lens - page_start)[unfilled][:, None]
-        self.keep = keep[:, None, :, None].to(device)  # [m, 1, page_size, 1]
+        # What an unused slot holds must not be seen, not even times zero (0 · NaN is NaN).
+        filled = (positions != NEVER).unflatten(-1, (num_p, -1))  # [b, G', P, page_size]
+        filled = filled.expand(-1, layout.num_kv_heads, -1, -1)
+        partial = ~filled.all(dim=-1)
+        self.scrub = tuple(index.to(device) for index in partial.nonzero(as_tuple=True))
+        self.keep = filled[partial][:, :, None].to(device)  # [m, page_size, 1]
 
         self.fused = spec.group_size * num_q >= FUSED_FROM
-        position = (lens - query_lens + query).to(device)[:, None, :, None]  # [b, 1, Q, 1]
-        self.mask = torch.arange(num_p * view.page_size, device=device) > position  # [b, 1, Q, S]
+        at = (lens - query_lens + query).to(device)[:, None, :, None]  # [b, 1, Q, 1]
+        self.mask = positions.to(device)[:, :, None] > at  # [b, G', Q, S]
         if self.fused:  # added to the scores: torch would turn a boolean mask into this one in every layer
             zero = torch.zeros((), dtype=spec.compute_dtype, device=device)
             self.mask = torch.where(self.mask, -torch.inf, zero)
@@ -107,9 +118,8 @@ class _Rectangle:
         layout, buffer = self.layout, buffer[: len(self.blocks)]
         layout.gather(storage, self.blocks, buffer)
         x = buffer.view(rows, layout.num_kv_heads, num_p, layout.page_size, layout.head_dim)
-        row, page = self.scrub
-        tail = x[row, :, page]  # [m, G, page_size, D]
-        x[row, :, page] = tail.where(self.keep, tail.new_zeros(()))
+        tail = x[self.scrub]  # [m, page_size, D]
+        x[self.scrub] = tail.where(self.keep, tail.new_zeros(()))
         return x.view(rows, layout.num_kv_heads, -1, layout.head_dim).to(self.spec.compute_dtype)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -123,6 +133,6 @@ class _Rectangle:
             y = torch.stack(each, dim=2)
         else:
             scores = (x.flatten(2, 3) @ k.transpose(-1, -2)).mul_(dim**-0.5)
-            scores.view(rows, heads, num_q, -1).masked_fill_(self.mask, -torch.inf)
+            scores.view(rows, k.shape[1], -1, num_q, k.shape[2]).masked_fill_(self.mask[:, :, None], -torch.inf)
             y = (scores.softmax(dim=-1) @ v).view(x.shape)
         out[self.real_tokens] = y.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)[self.real]

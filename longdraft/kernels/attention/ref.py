@@ -6,7 +6,7 @@ import torch
 
 from longdraft.kernels.dispatch import CallSpec
 from longdraft.kernels.layout import PlainLayout
-from longdraft.view import AttnPlan, LayerKV
+from longdraft.view import NEVER, AttnPlan, LayerKV
 
 
 class ReferenceAttention:
@@ -24,19 +24,19 @@ class ReferenceAttention:
 
     def __call__(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written."""
-        view, out = self.plan.view, torch.empty_like(q)
-        group, compute = self.spec.group_size, self.spec.compute_dtype
-        for b, length in enumerate(view.lens.tolist()):
+        out, size = torch.empty_like(q), self.layout.page_size
+        pages, positions = self.plan.view.expand()
+        for b, length in enumerate(self.plan.view.lens.tolist()):
             start, stop = self.plan.query_starts[b : b + 2].tolist()
-            token = torch.arange(length)
-            slots = view.tables[b, token // view.page_size] * view.page_size + token % view.page_size
-            slots = slots.to(q.device)
-            k = self.layout.read(kv.k, slots).to(compute).repeat_interleave(group, dim=1)  # [S, H, D]
-            v = self.layout.read(kv.v, slots).to(compute).repeat_interleave(group, dim=1)
-            rows = q[start:stop].to(kv.k.dtype).to(compute)
-            scores = torch.einsum("qhd,shd->hqs", rows, k) * q.shape[2] ** -0.5
-            position = torch.arange(length - (stop - start), length, device=q.device)
-            hidden = torch.arange(length, device=q.device)[None, :] > position[:, None]  # [Q, S]
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-            out[start:stop] = torch.einsum("hqs,shd->qhd", weights, v)
+            at = torch.arange(length - (stop - start), length)  # the queries' positions
+            for head in range(q.shape[1]):
+                g = head // self.spec.group_size
+                listed = min(g, pages.shape[1] - 1)  # one list for all heads, or one each
+                seen = (positions[b, listed] != NEVER).nonzero().flatten()
+                slots = pages[b, listed, seen // size] * size + seen % size
+                k, v = (self.layout.read(x, slots.to(q.device))[:, g].to(self.spec.compute_dtype) for x in (kv.k, kv.v))
+                query = q[start:stop, head].to(kv.k.dtype).to(self.spec.compute_dtype)
+                scores = query @ k.T * q.shape[2] ** -0.5  # [Q, S]
+                hidden = positions[b, listed, seen] > at[:, None]
+                out[start:stop, head] = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(dim=-1) @ v
         return out

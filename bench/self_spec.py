@@ -1,0 +1,105 @@
+"""Self-speculation on the embedded model at real context lengths: identity and acceptance.
+
+    python bench/self_spec.py --length 2000 --length 4000 --length 7000
+
+Eight prompts, two windows of each packaged novel. Each length is filled once; plain decoding and every draft continue
+forks of the same pages. The last line is one JSON object; ``differences`` counts rows that differ from plain decoding,
+each certified as a near-tie or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import time
+from importlib.resources import files
+from itertools import product
+
+from longdraft import LLM, DraftConfig, SamplingParams
+from longdraft.core import Sequence, Status
+from longdraft.exactness import gap, rounding
+
+
+def windows(llm: LLM, length: int) -> list[list[int]]:
+    """Two windows of ``length`` ids of each novel, at a third and two thirds of it."""
+    rows = []
+    for path in sorted((files("longdraft") / "data").iterdir(), key=lambda p: p.name):
+        ids = llm.encode(lzma.decompress(path.read_bytes()).decode())
+        rows += [ids[len(ids) * i // 3 :][:length] for i in (1, 2)]
+    return rows
+
+
+def fill(llm: LLM, rows: list[list[int]], params: SamplingParams) -> list[Sequence]:
+    """The prompts' sequences, each held at its first token."""
+    sequences = [llm.engine.sequence(llm.engine.add(row, params)) for row in rows]
+    while llm.engine.has_work:
+        for output in llm.engine.step():
+            output.seq.held = True
+    return sequences
+
+
+def decode(llm: LLM, parents: list[Sequence], draft: DraftConfig | None) -> tuple[list[Sequence], float]:
+    """Forks of the parents under ``draft``, run to their end, and the seconds that took."""
+    forks = [llm.engine.sequence(llm.engine.fork(parent.id, draft=draft)) for parent in parents]
+    started = time.perf_counter()
+    while any(seq.status is not Status.FINISHED for seq in forks):
+        llm.engine.step()
+    return forks, time.perf_counter() - started
+
+
+def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per draft."""
+    params = SamplingParams(temperature=temperature, seed=11, max_tokens=args.tokens, ignore_eos=True)
+    parents = fill(llm, windows(llm, length), params)
+    plain, plain_s = decode(llm, parents, None)
+    epsilon = 4 * rounding(llm.model, [seq.ids for seq in plain])
+    rows = []
+    for kv, budget, gamma in product(args.draft, args.budget, args.gamma):
+        forks, seconds = decode(llm, parents, DraftConfig(kv=kv, budget=budget, gamma=gamma))
+        gaps = []
+        for a, b in zip(plain, forks, strict=True):
+            if a.ids != b.ids:
+                at = next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y)
+                gaps.append(gap(llm.model, a.ids[:at], params, a.seed))
+        drafted = [sum(s.stats.drafted[i] for s in forks) for i in range(gamma)]
+        accepted = [sum(s.stats.accepted[i] for s in forks) for i in range(gamma)]
+        row = {
+            "length": length,
+            "temperature": temperature,
+            "draft": kv,
+            "budget": budget,
+            "gamma": gamma,
+            "acceptance_by_position": [round(a / d, 3) for a, d in zip(accepted, drafted, strict=True)],
+            "tokens_per_verify": round(
+                sum(len(s.output_ids) - 1 for s in forks) / sum(s.stats.verify_passes for s in forks), 2
+            ),
+            "differences": len(gaps),
+            "certified": sum(g <= epsilon for g in gaps),
+            "epsilon": epsilon,
+            "speed_ratio": round(plain_s / seconds, 2),
+        }
+        print(row, flush=True)
+        rows.append(row)
+    for parent in parents:
+        llm.engine.abort(parent.id)
+    return rows
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--draft", nargs="*", default=["streaming_llm"])
+    parser.add_argument("--budget", type=int, nargs="*", default=[256, 512])
+    parser.add_argument("--gamma", type=int, nargs="*", default=[1, 3, 5])
+    parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    llm = LLM()
+    rows = [row for length in args.length or [2000] for t in args.temperature for row in measure(llm, length, t, args)]
+    print(json.dumps({"model": llm.checkpoint.name, "exactness": llm.exactness, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

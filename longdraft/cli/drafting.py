@@ -1,0 +1,83 @@
+"""Options that describe a draft, and how a comparison of plain and speculative decoding is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from longdraft.config import DraftConfig
+from longdraft.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from longdraft.compare import Comparison
+
+Kv = Annotated[
+    str, typer.Option("--draft", help="What the draft reads of the cache: streaming_llm or full; off for none.")
+]
+Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]
+Gamma = Annotated[int, typer.Option(help="Most tokens proposed per verify pass.")]
+Rule = Annotated[
+    str, typer.Option("--sampling-rule", help="coupled (equal output) or maximal (the target's exact law).")
+]
+
+
+def draft_config(kv: str, budget: int, gamma: int, rule: str) -> DraftConfig | None:
+    """The draft that the options describe; ``None`` for ``off``. Unknown names are refused."""
+    if kv == "off":
+        return None
+    from longdraft.drafts.registry import check
+
+    return check(DraftConfig(kv=kv, budget=budget, gamma=gamma, sampling_rule=rule))
+
+
+def require_draft(draft: DraftConfig | None) -> DraftConfig:
+    """The draft; comparing needs one."""
+    if draft is None:
+        raise InvalidValueError("--draft", "off", "must name a draft to compare with plain decoding")
+    return draft
+
+
+def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, object]) -> Table:
+    """Plain beside speculative."""
+    plain, fast = result.plain, result.speculative
+    out = Table(title=f"{draft.kv}, budget {draft.budget}, gamma {draft.gamma}", title_justify="left")
+    for name in ("", "plain", "speculative"):
+        out.add_column(name, justify="left" if not name else "right", style="bold" if not name else None)
+    both = (plain, fast)
+    out.add_row("decode", *(f"{x['tokens_per_s']:.1f} tokens/s" for x in both))
+    out.add_row("", *(f"{x['decode_tokens']:,} tokens in {x['decode_s']:.1f} s" for x in both))
+    out.add_row("draft, verify", "", f"{fast['draft_s']:.1f} s, {fast['verify_s']:.1f} s")
+    out.add_row("tokens per verify", *(f"{x['tokens_per_verify']:.2f}" for x in both))
+    out.add_row("acceptance by position", "", " ".join(f"{x:.2f}" for x in fast["acceptance_by_position"]))
+    out.add_row("speed", "1", f"{result.ratio:.2f} x")
+    out.add_row("prefill, shared", f"{plain['prefill_s']:.1f} s", "")
+    out.add_row("output", "", verdict(result))
+    out.add_row("exactness", "", result.exactness)
+    kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
+    out.add_row("kernels", "", f"{kernels} ({where['dtype']})")
+    return out
+
+
+def verdict(result: Comparison) -> str:
+    """In words: identical, or the first difference and whether it is allowed."""
+    if result.identical:
+        return "identical"
+    if result.exactness == "distribution":
+        return "differs, as it may under the maximal rule"
+    first = result.first_difference
+    where = f"prompt {first['prompt'] + 1}, token {first['position'] + 1}"
+    if result.held:
+        return f"near-tie at {where} (gap {first['gap']:.1e})"
+    return f"DIFFERS at {where}: {first['plain']} against {first['speculative']}"
+
+
+def note_on_speed(result: Comparison) -> str | None:
+    """Why speculation may not be faster here."""
+    if result.ratio >= 1:
+        return None
+    return (
+        "Speculation is slower here: on plain torch kernels the draft's and the verify passes cost almost as much as "
+        "plain steps. It pays where decoding is bound by reading the KV cache."
+    )

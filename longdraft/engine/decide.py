@@ -1,0 +1,90 @@
+"""Logits of a step → what each row gets: the verdict on its proposal, by the rule it asked for.
+
+Rows are worked on a few at a time, since several float64 copies of ``[rows, V]`` are alive while tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.core import Row
+from longdraft.spec.probs import to_log_probs
+from longdraft.spec.verify import DRAW_ROWS, Verdict, verify_coupled, verify_maximal
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one row gets of a step: its new tokens, how many of them were proposed, and whether its logits gave out.
+
+    ``broken``: the logits after the last of ``tokens`` were not finite, so no further token can be drawn.
+    """
+
+    tokens: list[int]
+    accepted: int
+    broken: bool = False
+
+
+def decide(rows: list[Row], logits: torch.Tensor, log_q: dict[int, torch.Tensor]) -> list[Decision]:
+    """One decision per row. ``logits [R, V]``: ``num_logits`` rows each, in order; ``log_q`` by sequence id."""
+    decisions: dict[int, Decision] = {}
+    for part, own in _slices(rows, logits):
+        for maximal in (False, True):
+            chosen = [i for i in part if _is_maximal(rows[i]) is maximal]
+            if chosen:
+                decided = _decide([rows[i] for i in chosen], [own[i] for i in chosen], log_q if maximal else None)
+                decisions.update(zip(chosen, decided, strict=True))
+    return [decisions.get(i, Decision([], 0)) for i in range(len(rows))]
+
+
+def _is_maximal(row: Row) -> bool:
+    """Without a proposal both rules draw from the target's distribution, and the coupled draw is the plain one."""
+    return bool(row.proposal) and row.seq.draft is not None and row.seq.draft.sampling_rule == "maximal"
+
+
+def _slices(rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[list[int], dict[int, torch.Tensor]]]:
+    """Row numbers and their logits, some ``DRAW_ROWS`` logit rows at a time; rows that want none are left out."""
+    part: list[int] = []
+    own: dict[int, torch.Tensor] = {}
+    start = size = 0
+    for i, row in enumerate(rows):
+        if row.num_logits == 0:
+            continue
+        own[i] = logits[start : start + row.num_logits]
+        start += row.num_logits
+        part.append(i)
+        size += row.num_logits
+        if size >= DRAW_ROWS:
+            yield part, own
+            part, own, size = [], {}, 0
+    if part:
+        yield part, own
+
+
+def _decide(rows: list[Row], own: list[torch.Tensor], log_q: dict[int, torch.Tensor] | None) -> list[Decision]:
+    logits = torch.cat(own)
+    bad = ~logits.amax(dim=-1).isfinite()
+    params = [row.seq.params for row in rows for _ in range(row.num_logits)]
+    log_p = to_log_probs(logits.masked_fill(bad[:, None], 0.0), params)
+    proposals = [list(row.proposal) for row in rows]
+    seeds = torch.tensor([row.seq.seed for row in rows], device=logits.device)
+    positions = torch.tensor([len(row.seq.ids) for row in rows], device=logits.device)
+    if log_q is None:
+        verdict = verify_coupled(log_p, proposals, seeds, positions)
+    else:
+        q = [log_q[row.seq.id] for row in rows if row.seq.id in log_q]
+        verdict = verify_maximal(log_p, proposals, torch.cat(q) if q else None, seeds, positions)
+    return _cut_at_bad_logits(rows, verdict, bad.tolist())
+
+
+def _cut_at_bad_logits(rows: list[Row], verdict: Verdict, bad: list[bool]) -> list[Decision]:
+    """Bad logits count where plain decoding would have met them: not behind the first rejected token."""
+    decisions, start = [], 0
+    for row, tokens, accepted in zip(rows, verdict.tokens, verdict.accepted, strict=True):
+        reached = bad[start : start + len(tokens)]
+        start += row.num_logits
+        good = reached.index(True) if True in reached else len(tokens)
+        decisions.append(Decision(tokens[:good], min(accepted, good), broken=good < len(tokens)))
+    return decisions

@@ -1,0 +1,37 @@
+"""StreamingLLM (arXiv:2309.17453): the first tokens and the most recent ones.
+
+The first few tokens draw attention whatever they say (attention sinks); with them and a window of recent tokens a model
+stays fluent at any length. Here both are ranges of the target's own pages, at the tokens' own positions: no copy, no
+rotation. MagicDec (arXiv:2408.11049) drafts with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from longdraft.kv.select.base import Selector
+from longdraft.view import TableView
+
+SINKS = 16
+
+
+def window_start(lens: torch.Tensor, budget: int, sinks: int) -> torch.Tensor:
+    """First token of the window, ``[B]``: it takes what ``sinks`` leave of the budget, and never overlaps them."""
+    return (lens - (budget - sinks)).clamp(min=sinks)
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Selector):
+    """Tokens ``[0, sinks) ∪ [start, len)`` with ``sinks + (len − start) = budget`` once a row is longer than that."""
+
+    @property
+    def sinks(self) -> int:
+        """At most 16, and at most half of the budget."""
+        return min(SINKS, self.budget // 2)
+
+    def select(self, view: TableView) -> TableView:
+        """See ``Selector``."""
+        starts = window_start(view.lens, self.budget, self.sinks)
+        return replace(view, sinks=self.sinks, starts=starts.minimum(view.lens))

@@ -1,0 +1,49 @@
+"""Rows of tokens → one forward pass over a store: flat tensors, slots, a plan. The one way to run a model.
+
+Phases are data: prefill chunks, decoding, drafting and verifying differ in how many tokens a row feeds and in the view
+that ``select`` makes of the rows' caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.kv.store import PagedStore
+from longdraft.models.transformer import Transformer
+from longdraft.view import AttnPlan, KVView, TableView
+
+Select = Callable[[TableView], KVView]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Tokens of one row, to be written at positions ``start``, ``start + 1``, … of its cache (pages reserved)."""
+
+    row: int  # the row's id in the store
+    start: int
+    tokens: Sequence[int]
+    num_logits: int  # logits are wanted for so many of the last tokens
+
+
+def feed(model: Transformer, store: PagedStore, feeds: Sequence[Feed], select: Select | None = None) -> torch.Tensor:
+    """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view."""
+    ids: list[int] = []
+    positions: list[int] = []
+    starts, logits_at, slots = [0], [], []
+    for f in feeds:
+        stop = f.start + len(f.tokens)
+        ids.extend(f.tokens)
+        positions.extend(range(f.start, stop))
+        slots.append(store.slots(f.row, f.start, stop))
+        starts.append(len(ids))
+        logits_at.extend(range(len(ids) - f.num_logits, len(ids)))
+    view: KVView = store.view([f.row for f in feeds], [f.start + len(f.tokens) for f in feeds])
+    view = select(view) if select else view
+    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device))
+    ids_t, positions_t, at_t = (
+        torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
+    )
+    return model.forward(ids_t, positions_t, plan, store.layers, at_t)
