@@ -1,6 +1,7 @@
 """The project's own habits: the map, the import order, no network, no pickle, quick help, clean style."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -31,8 +32,8 @@ RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
 
 def run_python(code, *args):
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    command, environment = [sys.executable, "-c", code, *args], {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
 
 
 def map_rows():

@@ -1,0 +1,147 @@
+"""Plain against speculative decoding through the API and the command line, and the certificates of near-ties."""
+
+import json
+
+import pytest
+import torch
+
+from longdraft import LLM, DraftConfig, SamplingParams
+from longdraft.compare import compare
+from longdraft.errors import InvalidValueError
+from longdraft.exactness import forced_logits, gap, rounding, tier
+from tests.e2e.test_cli import longdraft
+from tests.parity.models import tiny_checkpoint
+
+KEYS = {
+    *("tokens_per_s", "tokens", "seconds", "prefill_s", "draft_s", "verify_s"),
+    *("tokens_per_verify", "acceptance_by_position"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", std=0.3)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, dtype="float64", kv_cache_memory_bytes=2**22)
+
+
+PROMPTS = [[(7 * i + n) % 128 for i in range(n)] for n in (3, 40, 17)]
+PARAMS = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0, 1)]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kv", ["streaming_llm", "full"])
+def test_both_ways_give_the_same(llm, params, kv):
+    result = compare(llm, PROMPTS, params, DraftConfig(kv=kv, budget=16, gamma=3))
+    report = result.report()
+    assert (report["identical"], report["first_difference"], report["exactness"]) == (True, None, "identical")
+    assert KEYS <= report["plain"].keys() & report["speculative"].keys()
+    assert report["plain"]["tokens"] == report["speculative"]["tokens"] == 90
+    assert report["plain"]["tokens_per_verify"] == 1
+    assert report["plain"]["draft_s"] < 0.1 * report["speculative"]["draft_s"]
+    if kv == "full":
+        assert report["speculative"]["acceptance_by_position"] == [1, 1, 1]
+    assert llm.engine.store.num_free_pages == llm.engine.store.num_pages
+    assert json.dumps(report)
+
+
+def test_a_draft_of_the_llm_shows_in_the_statistics(folder, llm):
+    plain = llm.generate(PROMPTS, PARAMS[0])
+    fast = LLM(folder, draft={"kv": "full", "gamma": 3}, dtype="float64", kv_cache_memory_bytes=2**22)
+    for a, b in zip(plain, fast.generate(PROMPTS, PARAMS[0]), strict=True):
+        assert a.outputs == b.outputs
+        assert b.stats.drafted == b.stats.accepted > 0
+        assert b.stats.acceptance_by_position == [1, 1, 1]
+        assert b.stats.tokens_per_verify > 3
+        assert (a.stats.drafted, a.stats.tokens_per_verify, a.stats.draft_s) == (0, 1, 0)
+        assert b.stats.draft_s > 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("nonsense", "kv is 'nonsense'.*streaming_llm"),
+        ({"kv": "full", "size": 3}, "fields weights, kv, budget"),
+        ({"gamma": 0}, "gamma is 0"),
+        ({"budget": -1}, "budget is -1"),
+        ({"sampling_rule": "loose"}, "coupled, maximal"),
+        ({"weights": "other"}, "weights is 'other'"),
+        (5, "draft is 5"),
+    ],
+)
+def test_wrong_drafts_are_refused(folder, draft, words):
+    with pytest.raises(InvalidValueError, match=words):
+        LLM(folder, draft=draft)
+
+
+def test_tiers(folder, llm):
+    assert tier(llm.model) == "identical"
+    assert tier(llm.model, DraftConfig(sampling_rule="maximal")) == "distribution"
+    small = LLM(folder, draft=DraftConfig(sampling_rule="maximal"), kv_cache_memory_bytes=2**22)
+    assert small.exactness == "distribution"
+    assert tier(small.model) == "near-tie"
+
+
+def test_gap_and_rounding(folder, llm):
+    ids = PROMPTS[1]
+    logits = forced_logits(llm.model, [ids], 1)[0]
+    best, second = logits.topk(2).values
+    assert gap(llm.model, ids, PARAMS[0], 0) == pytest.approx(float(best - second))
+    assert gap(llm.model, ids, PARAMS[1], 3) != gap(llm.model, ids, PARAMS[1], 4)  # the noise counts
+    single = LLM(folder, kv_cache_memory_bytes=2**22).model
+    rows = [[(i * n) % 128 for i in range(60)] for n in (3, 5, 7)]
+    assert rounding(llm.model, rows) < 1e-12
+    assert 0 <= rounding(single, rows) < 1e-3
+    many = forced_logits(llm.model, rows, 5)
+    one = torch.cat([forced_logits(llm.model, [row], 5, chunk=1) for row in rows])
+    torch.testing.assert_close(many, one, rtol=0, atol=1e-10)
+
+
+def test_a_difference_at_a_clear_gap_breaks_the_promise(llm, monkeypatch):
+    """A wrong verifier must be seen: identical is false, the first difference named, and the promise not held."""
+    from longdraft.engine import decide
+
+    right = decide.verify_coupled
+
+    def wrong(log_p, proposals, seeds, positions):
+        verdict = right(log_p, proposals, seeds, positions)
+        tokens = [[(t + 1) % 128 if n == 1 else t for n, t in enumerate(row)] for row in verdict.tokens]
+        return type(verdict)(verdict.accepted, tokens)
+
+    monkeypatch.setattr(decide, "verify_coupled", wrong)
+    result = compare(llm, PROMPTS, PARAMS[0], DraftConfig(kv="full", gamma=3))
+    assert not result.identical
+    assert not result.held
+    assert result.first_difference["position"] == 2
+    assert llm.engine.store.num_free_pages == llm.engine.store.num_pages
+
+
+def test_generate_compares_on_the_command_line():
+    args = ("generate", "The capital of France is", "--max-tokens", "12", "--draft", "streaming_llm", "--gamma", "2")
+    done = longdraft(*args, "--compare", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["identical"] is True
+    assert "Paris" in report["results"][0]["text"]
+    assert KEYS <= report["plain"].keys() & report["speculative"].keys()
+    assert "identical" in done.stderr
+    plain = longdraft(*args)
+    assert "tokens per verify" in plain.stderr
+    assert plain.stdout.strip() == report["results"][0]["text"].strip()
+
+
+def test_verify_prints_the_tier_and_its_checks():
+    done = longdraft("verify", "--prompt-tokens", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["tier"] == "near-tie"
+    assert len(report["checks"]) >= 8
+    assert all(check["passed"] and check["name"] and "figure" in check for check in report["checks"])
+
+
+def test_comparing_without_a_draft_is_refused():
+    done = longdraft("generate", "x", "--compare")
+    assert (done.returncode, "--draft" in done.stderr) == (1, True)
