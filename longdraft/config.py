@@ -12,6 +12,8 @@ from numbers import Integral, Real
 from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 
 
 def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:
@@ -35,7 +37,9 @@ class SamplingParams:
     The filters act in this order: temperature, ``min_p``, ``top_k``, ``top_p`` (renormalising after each).
     ``temperature=0`` is greedy. Sampling is coupled (arXiv:2408.07978): the token drawn at a position is a pure
     function of (seed, position, distribution), so a seeded request repeats whatever it is batched with.
-    ``stop_token_ids`` and the model's end-of-sequence tokens end a request and stay in its ``token_ids``.
+    ``stop_token_ids`` and the model's end-of-sequence tokens end a request and stay in its ``token_ids``. ``stop``
+    strings end it, too, wherever token borders lie; the text ends before them. ``logprobs=n`` returns for each token
+    its own log-probability and those of the ``n`` most probable ones.
     """
 
     temperature: float = 1.0
@@ -46,6 +50,8 @@ class SamplingParams:
     seed: int | None = None  # None: drawn from the engine's seed and the request's number
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # a string, or up to 16
+    logprobs: int | None = None  # 0 to 20
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {
@@ -55,6 +61,9 @@ class SamplingParams:
             "min_p": as_float("min_p", self.min_p, 0.0, 1.0),
             "stop_token_ids": _token_ids(self.stop_token_ids),
         }
+        checked["stop"] = _stop_strings(self.stop)
+        if self.logprobs is not None:
+            checked["logprobs"] = as_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if checked["top_p"] == 0:
             raise InvalidValueError("top_p", self.top_p, "must be above 0", "For the best token alone: temperature=0.")
         if self.max_tokens is not None:
@@ -71,6 +80,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether every token is the most probable one (the post-filter distribution is one-hot)."""
         return self.temperature == 0
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH:
+            raise InvalidValueError("stop", string, f"must be strings of 1 to {MAX_STOP_LENGTH} characters")
+    if len(strings) > MAX_STOPS:
+        raise InvalidValueError("stop", len(strings), f"may hold at most {MAX_STOPS} strings")
+    return strings
 
 
 SAMPLING_RULES = ("coupled", "maximal")

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from longdraft.config import DraftConfig, SamplingParams
+from longdraft.outputs import Logprob
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,8 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
+    stop_text: str | None = None  # the output's text, where a stop string ended it
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, if asked for
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -21,7 +22,7 @@ from longdraft.engine.sizing import resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import tier
 from longdraft.models.transformer import Transformer
-from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats
+from longdraft.outputs import CompletionOutput, Logprob, RequestOutput, RequestStats
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
 
 Message = Mapping[str, Any]
@@ -101,7 +102,7 @@ class LLM:
             page_size=block_size,
             progress=on_load,
         )
-        self.engine = Engine(self.model, engine_config, self.checkpoint.eos_token_ids)
+        self.engine = Engine(self.model, engine_config, self.checkpoint.eos_token_ids, self.tokenizer)
         self._log_surprises(dtype)
 
     def __repr__(self) -> str:
@@ -190,7 +191,9 @@ class LLM:
 
     def _result(self, prompt: EncodedPrompt, seq: EngineSequence) -> RequestOutput:
         output_ids = seq.output_ids
-        text = self.tokenizer.decode(output_ids) if self.tokenizer else ""
+        text = seq.stop_text
+        if text is None:
+            text = self.tokenizer.decode(output_ids) if self.tokenizer else ""
         stats = RequestStats(
             prompt_tokens=seq.num_prompt,
             output_tokens=len(output_ids),
@@ -202,8 +205,15 @@ class LLM:
             drafted_by_position=tuple(seq.stats.drafted),
             accepted_by_position=tuple(seq.stats.accepted),
         )
-        completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error)
+        logprobs = None if seq.params.logprobs is None else [self._decoded(entry) for entry in seq.logprobs]
+        completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error, logprobs)
         return RequestOutput(prompt.text, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
+
+    def _decoded(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self.tokenizer is None:
+            return entry
+        decode = self.tokenizer.decode
+        return {i: replace(x, decoded_token=decode([i], skip_special_tokens=False)) for i, x in entry.items()}
 
     def _log_surprises(self, dtype: object) -> None:
         """What a user may not expect of this model on this machine."""

@@ -6,14 +6,27 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the model, and its rank among all tokens (1 is the best)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. ``finish_reason``: stop (end token), length, abort or error (``error`` says what happened)."""
+    """One completion. ``finish_reason``: stop (end token or stop string), length, abort or error (see ``error``).
+
+    ``text`` ends before a stop string; ``token_ids`` and ``logprobs`` end with the token that completed it.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str
     error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # one per token, if asked for
 
 
 @dataclass(frozen=True)

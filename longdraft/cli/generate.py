@@ -36,6 +36,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable. Left out: a new one.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
     draft: drafting.Kv = "off",
     budget: drafting.Budget = 512,
@@ -67,6 +68,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
     )
     if params.greedy and (top_k > 0 or top_p < 1 or min_p > 0 or seed is not None):
         typer.secho("note: at temperature 0 the other sampling options change nothing", fg="yellow", err=True)

@@ -6,11 +6,13 @@ Rows are worked on a few at a time, since several float64 copies of ``[rows, V]`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from longdraft.core import Row
+from longdraft.outputs import Logprob
+from longdraft.spec.logprobs import token_logprobs
 from longdraft.spec.probs import to_log_probs
 from longdraft.spec.verify import DRAW_ROWS, Verdict, verify_coupled, verify_maximal
 
@@ -25,6 +27,7 @@ class Decision:
     tokens: list[int]
     accepted: int
     broken: bool = False
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per token, if asked for
 
 
 def decide(rows: list[Row], logits: torch.Tensor, log_q: dict[int, torch.Tensor]) -> list[Decision]:
@@ -76,7 +79,16 @@ def _decide(rows: list[Row], own: list[torch.Tensor], log_q: dict[int, torch.Ten
     else:
         q = [log_q[row.seq.id] for row in rows if row.seq.id in log_q]
         verdict = verify_maximal(log_p, proposals, torch.cat(q) if q else None, seeds, positions)
-    return _cut_at_bad_logits(rows, verdict, bad.tolist())
+    decisions = _cut_at_bad_logits(rows, verdict, bad.tolist())
+    return [_with_logprobs(*pair) for pair in zip(rows, decisions, own, strict=True)]
+
+
+def _with_logprobs(row: Row, decision: Decision, logits: torch.Tensor) -> Decision:
+    """``logits [num_logits, V]`` are the row's own."""
+    top = row.seq.params.logprobs
+    if top is None:
+        return decision
+    return replace(decision, logprobs=token_logprobs(logits[: len(decision.tokens)], decision.tokens, top))
 
 
 def _cut_at_bad_logits(rows: list[Row], verdict: Verdict, bad: list[bool]) -> list[Decision]:

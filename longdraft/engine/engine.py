@@ -11,11 +11,13 @@ from itertools import count
 
 import torch
 
+from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, SamplingParams, as_int
 from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
 from longdraft.drafts.registry import check
 from longdraft.engine import stops
 from longdraft.engine.decide import decide
+from longdraft.engine.detokenize import Detokenizer
 from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
 from longdraft.engine.stats import EngineStats
@@ -27,8 +29,16 @@ from longdraft.models.transformer import Transformer
 class Engine:
     """Continuous batching on one device. Single-threaded, no I/O."""
 
-    def __init__(self, model: Transformer, config: EngineConfig, eos_token_ids: Iterable[int] = ()) -> None:
-        self.model, self.config = model, config
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """``tokenizer`` is needed for requests with stop strings only."""
+        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self._texts: dict[int, Detokenizer] = {}  # of unfinished requests with stop strings
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
         self.scheduler = Scheduler(config, self.store)
@@ -46,6 +56,8 @@ class Engine:
         """
         self._check_ids("prompt token ids", prompt_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidValueError("stop", params.stop, "needs a tokenizer, and this model comes without one")
         limit = self.config.max_tokens_per_request
         if not prompt_ids:
             raise InvalidValueError("prompt", list(prompt_ids), "must hold at least one token")
@@ -63,7 +75,7 @@ class Engine:
         seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params, seed, limit, draft)
         if params.max_tokens is not None:
             seq.max_total = min(limit, len(prompt_ids) + params.max_tokens)
-        self._sequences[request_id] = seq
+        self._track(seq)
         self.stats.prompt_tokens += len(prompt_ids)
         self.scheduler.add(seq)
         return request_id
@@ -87,8 +99,9 @@ class Engine:
             num_committed=0,
             status=Status.WAITING,
             stats=SequenceStats(),
+            logprobs=list(source.logprobs),
         )
-        self._sequences[child.id] = child
+        self._track(child)
         self.scheduler.fork(source, child)
         return child.id
 
@@ -138,7 +151,9 @@ class Engine:
         decisions = decide(batch.rows, self.runner.forward(batch), log_q)
         outputs = []
         for row, decision in zip(batch.rows, decisions, strict=True):
-            tokens, reason = stops.cut(row.seq, decision.tokens, self.eos_token_ids)
+            text = self._texts.get(row.seq.id)
+            tokens, reason = stops.cut(row.seq, decision.tokens, self.eos_token_ids, text)
+            row.seq.logprobs += decision.logprobs[: len(tokens)]
             if not batch.prefill:
                 # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
                 drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
@@ -156,7 +171,13 @@ class Engine:
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
         self.scheduler.finish(seq, reason, error)
         del self._sequences[seq.id]
+        self._texts.pop(seq.id, None)
         return StepOutput(seq, tokens, reason)
+
+    def _track(self, seq: Sequence) -> None:
+        self._sequences[seq.id] = seq
+        if seq.params.stop:
+            self._texts[seq.id] = Detokenizer(self.tokenizer, seq.output_ids)
 
     def _check_ids(self, what: str, ids: Seq[int]) -> None:
         vocab = self.model.config.vocab_size
