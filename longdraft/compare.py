@@ -180,6 +180,7 @@ def _compared(
             noise = rounding(llm.model, [seq.ids for seq in plain.sequences])
         divergences.append(_difference(llm, i, a, b, params, 4 * (noise or 0.0), exactness))
     figures = [group.figures(prefill_s) for group in (plain, speculative)]
+    figures[1] |= _draft_bytes(llm, draft, speculative.sequences)
     decode = llm.tokenizer.decode if llm.tokenizer else lambda ids: ""
     return Comparison(
         plain=figures[0],
@@ -192,6 +193,17 @@ def _compared(
         divergences=divergences,
         rounding=noise,
     )
+
+
+def _draft_bytes(llm: LLM, draft: DraftConfig, sequences: list[EngineSequence]) -> dict[str, object]:
+    """What the draft keeps beyond the target's cache, and what it and the target read of KV per token, at the end."""
+    made, per_token = llm.engine.runner.draft(draft), llm.engine.store.bytes_per_token
+    lengths = [len(seq.ids) for seq in sequences]
+    return {
+        "draft_kv_bytes": sum(made.bytes(n) for n in lengths),
+        "kv_bytes_read_per_draft_token": sum(made.bytes_read(n) for n in lengths) / len(lengths),
+        "kv_bytes_read_per_plain_token": sum(lengths) * per_token / len(lengths),
+    }
 
 
 def _difference(

@@ -50,6 +50,10 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
     out.add_row("", *(f"{x['decode_tokens']:,} tokens in {x['decode_s']:.1f} s" for x in both))
     out.add_row("draft, verify", "", f"{fast['draft_s']:.1f} s, {fast['verify_s']:.1f} s")
     out.add_row("tokens per verify", *(f"{x['tokens_per_verify']:.2f}" for x in both))
+    read = [fast[f"kv_bytes_read_per_{name}_token"] / 2**20 for name in ("plain", "draft")]
+    out.add_row("KV read per token", f"{read[0]:.1f} MiB", f"{read[1]:.1f} MiB by the draft")
+    extra = fast["draft_kv_bytes"] / 2**20
+    out.add_row("KV of the draft's own", "", f"{extra:.1f} MiB")
     out.add_row("acceptance by position", "", " ".join(f"{x:.2f}" for x in fast["acceptance_by_position"]))
     out.add_row("speed", "1", f"{result.ratio:.2f} x")
     out.add_row("prefill, shared", f"{plain['prefill_s']:.1f} s", "")

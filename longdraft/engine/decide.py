@@ -5,7 +5,7 @@ Rows are worked on a few at a time, since several float64 copies of ``[rows, V]`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,21 +30,48 @@ class Decision:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per token, if asked for
 
 
+Rule = Callable[[torch.Tensor, list[Row], dict[int, torch.Tensor]], Verdict]
+
+
 def decide(rows: list[Row], logits: torch.Tensor, log_q: dict[int, torch.Tensor]) -> list[Decision]:
     """One decision per row. ``logits [R, V]``: ``num_logits`` rows each, in order; ``log_q`` by sequence id."""
     decisions: dict[int, Decision] = {}
     for part, own in _slices(rows, logits):
-        for maximal in (False, True):
-            chosen = [i for i in part if _is_maximal(rows[i]) is maximal]
+        for rule in (_coupled, _maximal, _maximal_one_hot):
+            chosen = [i for i in part if _rule(rows[i], log_q) is rule]
             if chosen:
-                decided = _decide([rows[i] for i in chosen], [own[i] for i in chosen], log_q if maximal else None)
+                decided = _decide([rows[i] for i in chosen], [own[i] for i in chosen], rule, log_q)
                 decisions.update(zip(chosen, decided, strict=True))
     return [decisions.get(i, Decision([], 0)) for i in range(len(rows))]
 
 
-def _is_maximal(row: Row) -> bool:
+def _rule(row: Row, log_q: dict[int, torch.Tensor]) -> Rule:
     """Without a proposal both rules draw from the target's distribution, and the coupled draw is the plain one."""
-    return bool(row.proposal) and row.seq.draft is not None and row.seq.draft.sampling_rule == "maximal"
+    if not row.proposal or row.seq.draft is None or row.seq.draft.sampling_rule == "coupled":
+        return _coupled
+    return _maximal if row.seq.id in log_q else _maximal_one_hot
+
+
+def _coupled(log_p: torch.Tensor, rows: list[Row], log_q: dict[int, torch.Tensor]) -> Verdict:
+    return verify_coupled(log_p, *_proposals(log_p, rows))
+
+
+def _maximal(log_p: torch.Tensor, rows: list[Row], log_q: dict[int, torch.Tensor]) -> Verdict:
+    proposals, seeds, positions = _proposals(log_p, rows)
+    return verify_maximal(log_p, proposals, torch.cat([log_q[row.seq.id] for row in rows]), seeds, positions)
+
+
+def _maximal_one_hot(log_p: torch.Tensor, rows: list[Row], log_q: dict[int, torch.Tensor]) -> Verdict:
+    """Proposals of a deterministic draft."""
+    proposals, seeds, positions = _proposals(log_p, rows)
+    return verify_maximal(log_p, proposals, None, seeds, positions)
+
+
+def _proposals(log_p: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
+    """Proposals, seeds, and the position of the first new token, per row."""
+    seeds = torch.tensor([row.seq.seed for row in rows], device=log_p.device)
+    positions = torch.tensor([len(row.seq.ids) for row in rows], device=log_p.device)
+    return [list(row.proposal) for row in rows], seeds, positions
 
 
 def _slices(rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[list[int], dict[int, torch.Tensor]]]:
@@ -66,19 +93,12 @@ def _slices(rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[list[int], 
         yield part, own
 
 
-def _decide(rows: list[Row], own: list[torch.Tensor], log_q: dict[int, torch.Tensor] | None) -> list[Decision]:
+def _decide(rows: list[Row], own: list[torch.Tensor], rule: Rule, log_q: dict[int, torch.Tensor]) -> list[Decision]:
     logits = torch.cat(own)
     bad = ~logits.amax(dim=-1).isfinite()
     params = [row.seq.params for row in rows for _ in range(row.num_logits)]
     log_p = to_log_probs(logits.masked_fill(bad[:, None], 0.0), params)
-    proposals = [list(row.proposal) for row in rows]
-    seeds = torch.tensor([row.seq.seed for row in rows], device=logits.device)
-    positions = torch.tensor([len(row.seq.ids) for row in rows], device=logits.device)
-    if log_q is None:
-        verdict = verify_coupled(log_p, proposals, seeds, positions)
-    else:
-        q = [log_q[row.seq.id] for row in rows if row.seq.id in log_q]
-        verdict = verify_maximal(log_p, proposals, torch.cat(q) if q else None, seeds, positions)
+    verdict = rule(log_p, rows, log_q)
     decisions = _cut_at_bad_logits(rows, verdict, bad.tolist())
     return [_with_logprobs(*pair) for pair in zip(rows, decisions, own, strict=True)]
 

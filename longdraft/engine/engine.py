@@ -83,8 +83,8 @@ class Engine:
     def fork(self, request_id: int, *, seed: int | None = None, draft: DraftConfig | None = None) -> int:
         """Continue an unfinished request as a second one from its current state, sharing its cached pages.
 
-        With the same seed (the default) both go on alike, whatever ``draft`` the new one has (``None`` is plain
-        decoding). Returns the new request's id. Its statistics start afresh.
+        With the same seed (the default) and the coupled rule both go on alike, whatever ``draft`` the new one has
+        (``None`` is plain decoding). Returns the new request's id. Its statistics start afresh.
         """
         source = self.sequence(request_id)
         if seed is not None:

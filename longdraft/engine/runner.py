@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -25,14 +26,14 @@ class Runner:
         self._drafts: dict[DraftConfig, Draft] = {}
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
-        """The batch with proposals for the rows that have a draft and room, group by group.
+        """The batch with proposals for the rows that have a draft and room, one group per draft and rule.
 
         Also the drafts' log-probabilities ``[len(proposal), V]`` by sequence id, for the maximal rule.
         """
         groups: dict[DraftConfig, list[int]] = defaultdict(list)
         for i, row in enumerate(batch.rows):
             if row.room and row.seq.draft:
-                groups[row.seq.draft].append(i)
+                groups[replace(row.seq.draft, gamma=1)].append(i)  # γ may differ within a group
         rows, log_q = list(batch.rows), {}
         for config, members in groups.items():
             started = time.perf_counter()
@@ -40,9 +41,9 @@ class Runner:
             proposal = self.draft(config).propose(drafted, sampled=config.sampling_rule == "maximal")
             seconds = time.perf_counter() - started
             for n, i in enumerate(members):
-                rows[i] = with_proposal(rows[i], proposal.tokens[n])
+                rows[i] = self._with_proposal(rows[i], proposal.tokens[n])
                 rows[i].seq.stats.draft_s += seconds
-            log_q |= _by_row(proposal, [rows[i].seq.id for i in members])
+            log_q |= _by_row(proposal, [rows[i] for i in members])
         return replace(batch, rows=rows), log_q
 
     def draft(self, config: DraftConfig) -> Draft:
@@ -57,15 +58,16 @@ class Runner:
         feeds = [Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits) for row in batch.rows]
         return feed(self.model, self.store, feeds)
 
+    def _with_proposal(self, row: Row, tokens: list[int]) -> Row:
+        """``row`` with the proposed tokens that there is room for, up to the first that the target does not know."""
+        vocab = self.model.config.vocab_size
+        kept = tuple(takewhile(lambda token: 0 <= token < vocab, tokens[: row.room]))
+        return replace(row, proposal=kept, num_logits=row.num_logits + len(kept))
 
-def with_proposal(row: Row, tokens: list[int]) -> Row:
-    """``row`` with at most ``room`` proposed tokens, whose logits are wanted too."""
-    tokens = tokens[: row.room]
-    return replace(row, proposal=tuple(tokens), num_logits=row.num_logits + len(tokens))
 
-
-def _by_row(proposal: Proposal, ids: list[int]) -> dict[int, torch.Tensor]:
+def _by_row(proposal: Proposal, rows: list[Row]) -> dict[int, torch.Tensor]:
+    """The distributions of the tokens that were kept, by sequence id."""
     if proposal.log_q is None:
         return {}
     parts = proposal.log_q.split([len(tokens) for tokens in proposal.tokens])
-    return dict(zip(ids, parts, strict=True))
+    return {row.seq.id: part[: len(row.proposal)] for row, part in zip(rows, parts, strict=True)}

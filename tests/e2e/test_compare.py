@@ -42,6 +42,12 @@ def test_both_ways_give_the_same(llm, params, kv):
     assert report["plain"]["tokens"] == report["speculative"]["tokens"] == 90
     assert report["plain"]["tokens_per_verify"] == 1
     assert report["plain"]["draft_s"] < 0.1 * report["speculative"]["draft_s"]
+    per_token = 2 * 3 * 2 * 16 * 8
+    lengths = [len(p) + 30 for p in PROMPTS]
+    assert report["speculative"]["draft_kv_bytes"] == 0
+    assert report["speculative"]["kv_bytes_read_per_plain_token"] == sum(lengths) * per_token / 3
+    read = lengths if kv == "full" else [min(n, 16) for n in lengths]
+    assert report["speculative"]["kv_bytes_read_per_draft_token"] == sum(read) * per_token / 3
     if kv == "full":
         assert report["speculative"]["acceptance_by_position"] == [1, 1, 1]
     assert llm.engine.store.num_free_pages == llm.engine.store.num_pages

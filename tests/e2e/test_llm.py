@@ -55,6 +55,16 @@ def test_prompts_in_every_form_and_results_in_order(embedded):
     assert [r.prompt for r in results] == [text, None, text, None]
 
 
+def test_a_stop_string_ends_the_text_before_it(embedded):
+    params = SamplingParams(temperature=0, max_tokens=40, stop="is Par", logprobs=2)
+    (result,) = embedded.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+    assert result.text == "The capital of France "
+    assert result.outputs[0].finish_reason == "stop"
+    assert len(result.outputs[0].logprobs) == len(result.outputs[0].token_ids)
+    first = result.outputs[0].logprobs[0][result.outputs[0].token_ids[0]]
+    assert (first.decoded_token, first.rank) == ("The", 1)
+
+
 def test_chat_answers_and_stops_at_end_of_turn(embedded):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     one = embedded.chat(question, SamplingParams(temperature=0, max_tokens=40))
