@@ -18,6 +18,7 @@ from itertools import product
 
 from longdraft import LLM, DraftConfig, SamplingParams
 from longdraft.core import Sequence, Status
+from longdraft.drafts.base import DraftRow
 from longdraft.exactness import gap, rounding
 
 
@@ -48,6 +49,23 @@ def decode(llm: LLM, parents: list[Sequence], draft: DraftConfig | None) -> tupl
     return forks, time.perf_counter() - started
 
 
+def first_position(llm: LLM, parents: list[Sequence], config: DraftConfig) -> float:
+    """How often the draft's next token is the target's, asked before every token of plain decoding.
+
+    In the real loop a round starts where the last one was refused, at places harder than the average.
+    """
+    forks, draft = [llm.engine.sequence(llm.engine.fork(p.id)) for p in parents], llm.engine.runner.draft(config)
+    equal = asked = 0
+    while rows := [DraftRow(seq, 1) for seq in forks if seq.status is not Status.FINISHED]:
+        for row in rows:
+            llm.engine.store.reserve(row.seq.id, row.seq.num_committed, 2)
+        proposal = draft.propose(rows, sampled=False)
+        llm.engine.step()
+        equal += sum(tokens[0] == row.seq.ids[-1] for tokens, row in zip(proposal.tokens, rows, strict=True))
+        asked += len(rows)
+    return equal / asked
+
+
 def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace) -> list[dict[str, object]]:
     """One row per draft."""
     params = SamplingParams(temperature=temperature, seed=11, max_tokens=args.tokens, ignore_eos=True)
@@ -55,6 +73,11 @@ def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace)
     plain, plain_s = decode(llm, parents, None)
     epsilon = 4 * rounding(llm.model, [seq.ids for seq in plain])
     rows = []
+    for kv, budget in product(args.draft, args.budget):
+        rate = first_position(llm, parents, DraftConfig(kv=kv, budget=budget))
+        row = {"length": length, "temperature": temperature, "draft": kv, "budget": budget, "first_position": rate}
+        print(row, flush=True)
+        rows.append(row)
     for kv, budget, gamma in product(args.draft, args.budget, args.gamma):
         forks, seconds = decode(llm, parents, DraftConfig(kv=kv, budget=budget, gamma=gamma))
         gaps = []
