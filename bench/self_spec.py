@@ -17,9 +17,9 @@ from importlib.resources import files
 from itertools import product
 
 from longdraft import LLM, DraftConfig, SamplingParams
-from longdraft.core import Sequence, Status
+from longdraft.core import Sequence, Status, sum_by_position
 from longdraft.drafts.base import DraftRow
-from longdraft.exactness import gap, rounding
+from longdraft.exactness import certify, rounding
 
 
 def windows(llm: LLM, length: int) -> list[list[int]]:
@@ -80,13 +80,12 @@ def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace)
         rows.append(row)
     for kv, budget, gamma in product(args.draft, args.budget, args.gamma):
         forks, seconds = decode(llm, parents, DraftConfig(kv=kv, budget=budget, gamma=gamma))
-        gaps = []
-        for a, b in zip(plain, forks, strict=True):
-            if a.ids != b.ids:
-                at = next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y)
-                gaps.append(gap(llm.model, a.ids[:at], params, a.seed))
-        drafted = [sum(s.stats.drafted[i] for s in forks) for i in range(gamma)]
-        accepted = [sum(s.stats.accepted[i] for s in forks) for i in range(gamma)]
+        found = []
+        for parent, a, b in zip(parents, plain, forks, strict=True):
+            outputs = (a.output_ids, b.output_ids)
+            found.append(certify(llm.model, a.ids[: a.num_prompt], outputs, params, parent.seed, epsilon))
+        drafted = sum_by_position(s.stats.drafted for s in forks)
+        accepted = sum_by_position(s.stats.accepted for s in forks)
         row = {
             "length": length,
             "temperature": temperature,
@@ -95,10 +94,10 @@ def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace)
             "gamma": gamma,
             "acceptance_by_position": [round(a / d, 3) for a, d in zip(accepted, drafted, strict=True)],
             "tokens_per_verify": round(
-                sum(len(s.output_ids) - 1 for s in forks) / sum(s.stats.verify_passes for s in forks), 2
+                sum(s.stats.decode_tokens for s in forks) / sum(s.stats.verify_passes for s in forks), 2
             ),
-            "differences": len(gaps),
-            "certified": sum(g <= epsilon for g in gaps),
+            "differences": sum(d is not None for d in found),
+            "certified": sum(d is not None and d["near_tie"] for d in found),
             "epsilon": epsilon,
             "speed_ratio": round(plain_s / seconds, 2),
         }

@@ -1,34 +1,33 @@
 """Plain against speculative decoding of the same prompts: filled once, forked, decoded in turns, compared.
 
 Both groups run in one engine on the same pages of the same prompts. They take turns of a few steps, so that a machine
-whose speed drifts slows both alike.
+whose speed drifts slows both alike. Only decode steps are timed: a refill after preemption is not decoding.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from longdraft.config import DraftConfig, SamplingParams
 from longdraft.core import Sequence as EngineSequence
-from longdraft.core import Status
-from longdraft.exactness import gap, rounding, tier
+from longdraft.core import Status, sum_by_position
+from longdraft.errors import InvalidValueError
+from longdraft.exactness import certify, rounding, tier
 from longdraft.llm import LLM
 
-TURN = 4  # steps that one group runs before the other
-OnProgress = Callable[[str, int, int], None]  # (prefill | plain | speculative, tokens done, tokens in all)
+TURN = 4  # decode steps that one group runs before the other
+OnProgress = Callable[[str, int, int, float], None]  # prefill | plain | speculative, tokens done and in all, seconds
 
 
 @dataclass
 class Group:
-    """One way of decoding: its sequences and what they took."""
+    """One way of decoding: its sequences and what their decode steps took."""
 
     name: str
     sequences: list[EngineSequence]
-    seconds: float = 0.0
+    decode_s: float = 0.0
     draft_s: float = 0.0
-    first: list[int] = field(default_factory=list)  # output tokens each sequence started with
 
     @property
     def running(self) -> list[EngineSequence]:
@@ -37,52 +36,63 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens decoded by this group."""
-        return sum(len(seq.output_ids) for seq in self.sequences) - sum(self.first)
+        """Output tokens so far."""
+        return sum(len(seq.output_ids) for seq in self.sequences)
 
     def figures(self, prefill_s: float) -> dict[str, object]:
         """What every report says of a way of decoding. ``tokens_per_s`` is decoded tokens over decoding seconds."""
         stats = [seq.stats for seq in self.sequences]
-        passes = sum(s.verify_passes for s in stats)
-        longest = max((len(s.drafted) for s in stats), default=0)
-        drafted, accepted = (
-            [sum(getattr(s, name)[i] for s in stats if i < len(s.drafted)) for i in range(longest)]
-            for name in ("drafted", "accepted")
-        )
+        tokens, passes = sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)
+        drafted, accepted = sum_by_position(s.drafted for s in stats), sum_by_position(s.accepted for s in stats)
         return {
-            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
-            "tokens": sum(len(seq.output_ids) for seq in self.sequences),
-            "decode_tokens": self.tokens,
-            "seconds": prefill_s + self.seconds,
+            "tokens_per_s": tokens / self.decode_s if self.decode_s else 0.0,
+            "tokens": self.tokens,
+            "decode_tokens": tokens,
+            "seconds": prefill_s + self.decode_s,
             "prefill_s": prefill_s,
-            "decode_s": self.seconds,
+            "decode_s": self.decode_s,
             "draft_s": self.draft_s,
-            "verify_s": self.seconds - self.draft_s,
+            "verify_s": self.decode_s - self.draft_s,
             "verify_passes": passes,
-            "tokens_per_verify": self.tokens / passes if passes else 0.0,
-            "drafted_by_position": drafted,
+            "tokens_per_verify": tokens / passes if passes else 0.0,
+            "drafted": sum(drafted),
+            "accepted": sum(accepted),
+            "rejections": sum(s.rejections for s in stats),
             "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
         }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both groups' figures and whether the promise held."""
+    """Both groups' figures and whether the promise held.
+
+    ``divergences`` has one entry per prompt whose outputs differ: where, by which tokens, by what margin, and whether
+    that is a near-tie. ``errors`` are requests that failed: a promise about nothing does not hold.
+    """
 
     plain: dict[str, object]
     speculative: dict[str, object]
-    texts: list[str]
     prompts: list[list[int]]
+    texts: list[str]
     exactness: str
-    identical: bool
-    first_difference: dict[str, object] | None
     divergences: list[dict[str, object]]
-    rounding: float | None
+    errors: list[str]
+
+    @property
+    def identical(self) -> bool:
+        """Whether all outputs are equal: ids, how they ended, and their text."""
+        return not self.divergences
 
     @property
     def held(self) -> bool:
-        """Whether every difference is one that the tier allows."""
-        return self.exactness == "distribution" or all(d["near_tie"] for d in self.divergences)
+        """Whether every request succeeded, and every difference is one that the tier allows."""
+        allowed = self.exactness == "distribution" or all(d["near_tie"] for d in self.divergences)
+        return allowed and not self.errors
+
+    @property
+    def first_difference(self) -> dict[str, object] | None:
+        """The earliest divergence."""
+        return min(self.divergences, key=lambda d: d["position"], default=None)
 
     @property
     def ratio(self) -> float:
@@ -92,14 +102,16 @@ class Comparison:
 
     def report(self) -> dict[str, object]:
         """As one JSON object."""
+        tokens = self.plain["decode_tokens"]
         return {
             "identical": self.identical,
             "first_difference": self.first_difference,
             "exactness": self.exactness,
             "held": self.held,
+            "errors": self.errors,
             "speed_ratio": self.ratio,
-            "rounding": self.rounding,
             "divergences": self.divergences,
+            "divergences_per_1000_tokens": 1000 * len(self.divergences) / tokens if tokens else 0.0,
             "plain": self.plain,
             "speculative": self.speculative,
         }
@@ -112,86 +124,91 @@ def compare(
     draft: DraftConfig,
     on_progress: OnProgress | None = None,
 ) -> Comparison:
-    """Decode token-id ``prompts`` plainly and with ``draft``; nothing of them stays in the engine."""
-    engine, sequences = llm.engine, []
-    report = on_progress or (lambda name, done, total: None)
+    """Decode token-id ``prompts`` plainly and with ``draft``; nothing of them stays in the engine.
+
+    The engine must have no other requests: ``InvalidValueError`` otherwise.
+    """
+    engine, report = llm.engine, on_progress or (lambda name, done, total, seconds: None)
+    if engine.num_unfinished:
+        raise InvalidValueError("unfinished requests", engine.num_unfinished, "must be 0 while decoding is compared")
+    plain, speculative = Group("plain", []), Group("speculative", [])
     try:
-        prefill_before = engine.stats.prefill_s
+        before = engine.stats.prefill_s
         for ids in prompts:
-            sequences.append(engine.sequence(engine.add(ids, params)))
-        _prefill(llm, sequences, report)
-        prefill_s = engine.stats.prefill_s - prefill_before
-        plain = Group("plain", list(sequences))
-        speculative = Group("speculative", [])
+            plain.sequences.append(engine.sequence(engine.add(ids, params)))
+        _prefill(llm, plain, report)
+        prefill_s = engine.stats.prefill_s - before
         for seq in plain.sequences:
-            forked = seq if seq.status is Status.FINISHED else engine.sequence(engine.fork(seq.id, draft=draft))
-            forked.held = forked.status is not Status.FINISHED
-            speculative.sequences.append(forked)
-            sequences.append(forked)
-        for group in (plain, speculative):
-            group.first = [len(seq.output_ids) for seq in group.sequences]
+            done = seq.status is Status.FINISHED
+            speculative.sequences.append(seq if done else engine.sequence(engine.fork(seq.id, draft=draft)))
+        _hold(llm, speculative, True)
         total = sum(seq.max_total - seq.num_prompt for seq in plain.sequences)
         while plain.running or speculative.running:
             for group in (plain, speculative):
                 _turn(llm, group)
-                done = sum(len(seq.output_ids) for seq in group.sequences)
-                report(group.name, done, total if group.running else done)
+                report(group.name, group.tokens, total if group.running else group.tokens, group.decode_s)
     finally:
-        for seq in sequences:
-            if seq.status is not Status.FINISHED:
-                engine.abort(seq.id)
+        for seq in plain.running + speculative.running:
+            engine.abort(seq.id)
     return _compared(llm, plain, speculative, params, draft, prefill_s)
 
 
-def _prefill(llm: LLM, sequences: list[EngineSequence], report: OnProgress) -> None:
+def _hold(llm: LLM, group: Group, held: bool) -> None:
+    for seq in group.running:
+        llm.engine.hold(seq.id, held)
+
+
+def _prefill(llm: LLM, group: Group, report: OnProgress) -> None:
     """Fill the caches; each sequence is held once it has its first token."""
-    total = sum(seq.num_prompt for seq in sequences)
+    total, before = sum(seq.num_prompt for seq in group.sequences), llm.engine.stats.prefill_s
     while llm.engine.has_work:
         for output in llm.engine.step():
-            output.seq.held = True
-        report("prefill", sum(min(seq.num_committed, seq.num_prompt) for seq in sequences), total)
+            if not output.finish_reason:
+                llm.engine.hold(output.seq.id)
+        done = sum(min(seq.num_committed, seq.num_prompt) for seq in group.sequences)
+        report("prefill", done, total, llm.engine.stats.prefill_s - before)
 
 
 def _turn(llm: LLM, group: Group) -> None:
-    """Let ``group`` alone run for a few steps."""
-    engine = llm.engine
-    for seq in group.running:
-        seq.held = False
-    drafted, started = engine.stats.draft_s, time.perf_counter()
-    for _ in range(TURN):
-        if not engine.has_work:
-            break
-        engine.step()
-    group.seconds += time.perf_counter() - started
-    group.draft_s += engine.stats.draft_s - drafted
-    for seq in group.running:
-        seq.held = True
+    """Let ``group`` alone run for a few decode steps, with whatever refilling they need first."""
+    _hold(llm, group, False)
+    stats = llm.engine.stats
+    steps, decode_s, draft_s = stats.decode_steps, stats.decode_s, stats.draft_s
+    while llm.engine.has_work and stats.decode_steps < steps + TURN:
+        llm.engine.step()
+    group.decode_s += stats.decode_s - decode_s
+    group.draft_s += stats.draft_s - draft_s
+    _hold(llm, group, True)
 
 
 def _compared(
     llm: LLM, plain: Group, speculative: Group, params: SamplingParams, draft: DraftConfig, prefill_s: float
 ) -> Comparison:
-    exactness = tier(llm.model, draft)
-    divergences, noise = [], None
-    for i, (a, b) in enumerate(zip(plain.sequences, speculative.sequences, strict=True)):
-        if a.output_ids == b.output_ids:
-            continue
-        if noise is None and exactness == "near-tie":
-            noise = rounding(llm.model, [seq.ids for seq in plain.sequences])
-        divergences.append(_difference(llm, i, a, b, params, 4 * (noise or 0.0), exactness))
-    figures = [group.figures(prefill_s) for group in (plain, speculative)]
-    figures[1] |= _draft_bytes(llm, draft, speculative.sequences)
-    decode = llm.tokenizer.decode if llm.tokenizer else lambda ids: ""
+    exactness = tier(llm.model, draft, greedy=params.greedy)
+    differing = [
+        (i, a, b)
+        for i, (a, b) in enumerate(zip(plain.sequences, speculative.sequences, strict=True))
+        if (a.output_ids, a.finish_reason, a.stop_text) != (b.output_ids, b.finish_reason, b.stop_text)
+    ]
+    epsilon = 0.0
+    if differing and exactness == "near-tie":
+        epsilon = 4 * rounding(llm.model, [seq.ids for seq in plain.sequences])
+    divergences = []
+    for i, a, b in differing:
+        prompt = a.ids[: a.num_prompt]
+        found = certify(llm.model, prompt, (a.output_ids, b.output_ids), params, a.seed, epsilon)
+        # Equal ids that ended differently are no near-tie.
+        divergences.append(
+            {"prompt": i, **(found or {"position": len(a.output_ids), "margin": None, "near_tie": False})}
+        )
     return Comparison(
-        plain=figures[0],
-        speculative=figures[1],
-        texts=[decode(seq.output_ids) for seq in speculative.sequences],
+        plain=plain.figures(prefill_s),
+        speculative=speculative.figures(prefill_s) | _draft_bytes(llm, draft, speculative.sequences),
         prompts=[seq.ids[: seq.num_prompt] for seq in plain.sequences],
+        texts=[llm.output_text(seq) for seq in speculative.sequences],
         exactness=exactness,
-        identical=not divergences,
-        first_difference=min(divergences, key=lambda d: d["position"], default=None),
         divergences=divergences,
-        rounding=noise,
+        errors=[seq.error for seq in plain.sequences + speculative.sequences if seq.error],
     )
 
 
@@ -204,15 +221,3 @@ def _draft_bytes(llm: LLM, draft: DraftConfig, sequences: list[EngineSequence]) 
         "kv_bytes_read_per_draft_token": sum(made.bytes_read(n) for n in lengths) / len(lengths),
         "kv_bytes_read_per_plain_token": sum(lengths) * per_token / len(lengths),
     }
-
-
-def _difference(
-    llm: LLM, i: int, a: EngineSequence, b: EngineSequence, params: SamplingParams, epsilon: float, exactness: str
-) -> dict[str, object]:
-    x, y = a.output_ids, b.output_ids
-    at = next((n for n, (s, t) in enumerate(zip(x, y, strict=False)) if s != t), min(len(x), len(y)))
-    row = {"prompt": i, "position": at, "plain": x[at : at + 1], "speculative": y[at : at + 1]}
-    if exactness != "near-tie" or at >= min(len(x), len(y)):
-        return {**row, "gap": None, "near_tie": False}
-    ahead = gap(llm.model, a.ids[: a.num_prompt + at], params, a.seed)
-    return {**row, "gap": ahead, "epsilon": epsilon, "near_tie": ahead <= epsilon}

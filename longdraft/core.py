@@ -5,8 +5,11 @@ Anything may read these records; only the scheduler writes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from longdraft.config import DraftConfig, SamplingParams
@@ -33,7 +36,9 @@ class SequenceStats:
     draft_s: float = 0.0  # the part of decode_s spent on proposing
     prefill_tokens: int = 0  # tokens fed as prompt, recomputation after preemption included
     preemptions: int = 0
+    decode_tokens: int = 0  # tokens that decode steps gave; those that end a prompt or a refill are not among them
     verify_passes: int = 0  # decode steps, with or without proposals
+    rejections: int = 0  # passes in which a proposed token was refused
     drafted: list[int] = field(default_factory=list)  # by position in the block: how often a token was proposed there
     accepted: list[int] = field(default_factory=list)  # and how often it was accepted
 
@@ -42,15 +47,22 @@ class SequenceStats:
         """The part of decode_s spent on the target's passes and the rest of the step."""
         return self.decode_s - self.draft_s
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Note one verify pass over ``drafted`` proposals, the first ``accepted`` of which held."""
+    def count(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Note one verify pass that gave ``tokens``: ``drafted`` proposals, the first ``accepted`` of which held."""
         self.verify_passes += 1
+        self.decode_tokens += tokens
+        self.rejections += accepted < drafted
         missing = drafted - len(self.drafted)
         self.drafted += [0] * missing
         self.accepted += [0] * missing
         for i in range(drafted):
             self.drafted[i] += 1
             self.accepted[i] += i < accepted
+
+
+def sum_by_position(lists: Iterable[Seq[int]]) -> list[int]:
+    """Counts by position in a block, added up over requests whose blocks were of different lengths."""
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 @dataclass(eq=False)  # an identity, not a value
@@ -68,7 +80,7 @@ class Sequence:
     seed: int
     max_total: int  # prompt + output may not exceed this many tokens
     draft: DraftConfig | None = None  # None: plain decoding
-    held: bool = False  # keeps its pages but does not run
+    held: bool = False  # does not run; keeps its pages while nobody else needs them
     num_committed: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop | length | abort | error

@@ -1,12 +1,14 @@
 """How far outputs are promised to be equal on these kernels, and whether a difference is within that promise.
 
-In float32 two evaluations of the same token in differently shaped batches differ by rounding; where the two best tokens
-are closer than that, either may win. A difference between outputs is *certified* if, at the first token that differs, a
-forward over the common prefix shows such a near-tie. A larger gap is a broken promise.
+In float32 two evaluations of the same token in differently shaped batches differ by rounding; where the best tokens are
+closer than that, any of them may win. A difference between outputs is *certified* if, at the first token that differs,
+a forward over the common prefix shows both tokens within ε = 4 × that rounding of the best one. A larger margin is a
+broken promise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,12 +21,15 @@ from longdraft.spec.noise import all_gumbels
 from longdraft.spec.probs import to_log_probs
 
 CHUNK = 512
-SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_CONTEXT = 4, 8, 256
+SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_CONTEXT = 4, 16, 1024
 
 
-def tier(model: Transformer, draft: DraftConfig | None = None) -> str:
-    """The tier of ``docs/lossless.md`` that holds for a model on its kernels, under a draft's sampling rule."""
-    if draft is not None and draft.sampling_rule == "maximal":
+def tier(model: Transformer, draft: DraftConfig | None = None, *, greedy: bool = False) -> str:
+    """The tier of ``docs/lossless.md`` that holds for a model on its kernels, under a draft's sampling rule.
+
+    Greedy distributions are one-hot, so that both rules must give the same ids.
+    """
+    if draft is not None and draft.sampling_rule == "maximal" and not greedy:
         return "distribution"
     return "identical" if model.dtype == torch.float64 else "near-tie"
 
@@ -50,23 +55,58 @@ def forced_logits(model: Transformer, rows: Sequence[Sequence[int]], wanted: int
     return torch.cat(out, dim=1).flatten(0, 1)
 
 
-def rounding(model: Transformer, prompts: Sequence[Sequence[int]]) -> float:
+def rounding(model: Transformer, rows: Sequence[Sequence[int]]) -> float:
     """The largest difference between logits of single tokens of single rows, and of the same tokens all together."""
-    rows = [list(p[:SAMPLE_CONTEXT]) for p in prompts[:SAMPLE_ROWS] if len(p) > SAMPLE_TOKENS]
-    if not rows:
-        return 0.0
-    together = forced_logits(model, rows, SAMPLE_TOKENS)
-    alone = torch.cat([forced_logits(model, [row], SAMPLE_TOKENS, chunk=1) for row in rows])
+    rows = [list(row[:SAMPLE_CONTEXT]) for row in rows[:SAMPLE_ROWS]]
+    wanted = min(SAMPLE_TOKENS, *(len(row) for row in rows))
+    together = forced_logits(model, rows, wanted)
+    alone = torch.cat([forced_logits(model, [row], wanted, chunk=1) for row in rows])
     return float((together - alone).abs().max())
 
 
-def gap(model: Transformer, ids: Sequence[int], params: SamplingParams, seed: int) -> float:
-    """How far the best token after ``ids`` is ahead of the second best, noise included when sampling; in logits."""
-    logits = forced_logits(model, [ids], 1)
-    if params.greedy:
-        scores = logits
-    else:
-        noise = all_gumbels(*(torch.tensor([x], device=logits.device) for x in (seed, len(ids))), logits.shape[-1])
-        scores = to_log_probs(logits, [params]) + noise
-    best, second = scores[0].topk(2).values.tolist()
-    return best - second
+def margin(
+    model: Transformer, ids: Sequence[int], params: SamplingParams, seed: int, tokens: Sequence[int], epsilon: float
+) -> float:
+    """By how much the best token after ``ids`` beats the worst of ``tokens``, in logits; inf if one could not come.
+
+    Scores are what the draw compares, scaled to logits: l + T · G. A token whose logit is within ``epsilon`` of the
+    border that top_k, top_p or min_p drew may have been on either side of it.
+    """
+    logits = forced_logits(model, [ids], 1)[0].double()
+    scores, firm, possible = (
+        logits,
+        torch.ones_like(logits, dtype=torch.bool),
+        torch.ones_like(logits, dtype=torch.bool),
+    )
+    if not params.greedy:
+        at = (torch.tensor([x], device=logits.device) for x in (seed, len(ids)))
+        scores = logits + params.temperature * all_gumbels(*at, len(logits))[0]
+        support = to_log_probs(logits[None], [params])[0] > -torch.inf
+        if not bool(support.all()):
+            border = logits[support].min()
+            firm, possible = support & (logits > border + epsilon), logits >= border - epsilon
+    if not all(bool(possible[t]) for t in tokens):
+        return math.inf
+    best = scores[firm].max() if bool(firm.any()) else scores.min()
+    return max(0.0, *(float(best - scores[t]) for t in tokens))
+
+
+def certify(
+    model: Transformer,
+    ids: Sequence[int],
+    outputs: tuple[Sequence[int], Sequence[int]],
+    params: SamplingParams,
+    seed: int,
+    epsilon: float,
+) -> dict[str, object] | None:
+    """Where two outputs of the prompt ``ids`` first differ, and whether that is a near-tie; ``None`` if they do not."""
+    a, b = outputs
+    if list(a) == list(b):
+        return None
+    at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    here = {"position": at, "first": list(a[at : at + 1]), "second": list(b[at : at + 1])}
+    if at >= min(len(a), len(b)):  # one is a beginning of the other: no tie explains that
+        return {**here, "margin": None, "epsilon": epsilon, "near_tie": False}
+    found = margin(model, [*ids, *a[:at]], params, seed, [a[at], b[at]], epsilon)
+    near = found <= epsilon
+    return {**here, "margin": found if math.isfinite(found) else None, "epsilon": epsilon, "near_tie": near}

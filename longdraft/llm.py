@@ -190,16 +190,14 @@ class LLM:
             ) from error
 
     def _result(self, prompt: EncodedPrompt, seq: EngineSequence) -> RequestOutput:
-        output_ids = seq.output_ids
-        text = seq.stop_text
-        if text is None:
-            text = self.tokenizer.decode(output_ids) if self.tokenizer else ""
+        output_ids, text = seq.output_ids, self.output_text(seq)
         stats = RequestStats(
             prompt_tokens=seq.num_prompt,
             output_tokens=len(output_ids),
             prefill_s=seq.stats.prefill_s,
             decode_s=seq.stats.decode_s,
             preemptions=seq.stats.preemptions,
+            decode_tokens=seq.stats.decode_tokens,
             draft_s=seq.stats.draft_s,
             verify_passes=seq.stats.verify_passes,
             drafted_by_position=tuple(seq.stats.drafted),
@@ -208,6 +206,12 @@ class LLM:
         logprobs = None if seq.params.logprobs is None else [self._decoded(entry) for entry in seq.logprobs]
         completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error, logprobs)
         return RequestOutput(prompt.text, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
+
+    def output_text(self, seq: EngineSequence) -> str:
+        """The text of a sequence's output, up to a stop string if one ended it; empty without a tokenizer."""
+        if seq.stop_text is not None:
+            return seq.stop_text
+        return self.tokenizer.decode(seq.output_ids) if self.tokenizer else ""
 
     def _decoded(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.tokenizer is None:

@@ -38,6 +38,7 @@ class RequestStats:
     prefill_s: float
     decode_s: float
     preemptions: int
+    decode_tokens: int = 0  # tokens that decode steps gave; one that ends a prompt or a refill is not among them
     draft_s: float = 0.0  # the part of decode_s spent on proposing
     verify_passes: int = 0  # decode steps, with or without proposals
     drafted_by_position: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class RequestStats:
     @property
     def tokens_per_verify(self) -> float:
         """Mean tokens per pass of the target, its own one included (1 is plain decoding); 0 before any."""
-        return (self.output_tokens - 1) / self.verify_passes if self.verify_passes else 0.0
+        return self.decode_tokens / self.verify_passes if self.verify_passes else 0.0
 
     @property
     def verify_s(self) -> float:
@@ -70,8 +71,8 @@ class RequestStats:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first (which the prompt's own pass gives) per second of decoding; 0 before any."""
-        return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        """Decoded tokens per second of decoding; 0 before any."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
 
 def verdict(result: Comparison) -> str:
     """In words: identical, or the first difference and whether it is allowed."""
+    if result.errors:
+        return f"FAILED: {result.errors[0]}"
     if result.identical:
         return "identical"
     if result.exactness == "distribution":
@@ -73,8 +75,8 @@ def verdict(result: Comparison) -> str:
     first = result.first_difference
     where = f"prompt {first['prompt'] + 1}, token {first['position'] + 1}"
     if result.held:
-        return f"near-tie at {where} (gap {first['gap']:.1e})"
-    return f"DIFFERS at {where}: {first['plain']} against {first['speculative']}"
+        return f"near-tie at {where} (margin {first['margin']:.1e})"
+    return f"DIFFERS at {where}: {first.get('first')} against {first.get('second')}"
 
 
 def note_on_speed(result: Comparison) -> str | None:

@@ -198,7 +198,7 @@ def _show(llm: LLM, results: list[tuple[str, RequestOutput]], seed: int | None, 
             }
             for source, result in results
         ]
-        print(jsonlib.dumps({**where, "seed": seed, "results": rows, "plain": run}))
+        print(jsonlib.dumps({**where, "seed": seed, "results": rows, "speculative" if llm.draft else "plain": run}))
         return
     for source, result in results:
         if len(results) > 1:

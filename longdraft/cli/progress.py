@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 if TYPE_CHECKING:
+    from longdraft.compare import OnProgress
     from longdraft.core import StepOutput
     from longdraft.engine.engine import Engine
     from longdraft.llm import OnStep
@@ -80,6 +80,6 @@ def track(progress: Progress, num_output_tokens: int) -> OnStep:
     return on_step
 
 
-def track_comparison(progress: Progress) -> Callable[[str, int, int], None]:
+def track_comparison(progress: Progress) -> OnProgress:
     """The same for a comparison: one bar each for prefill, plain and speculative decoding."""
-    return lambda name, done, total: progress.update(name, done, total, "tokens")
+    return lambda name, done, total, seconds: progress.update(name, done, total, "tokens", seconds)

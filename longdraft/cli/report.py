@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from longdraft.core import sum_by_position
+
 if TYPE_CHECKING:
     from longdraft.llm import LLM
     from longdraft.outputs import RequestOutput
@@ -26,6 +28,8 @@ def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
         "seconds": stats.prefill_s + stats.decode_s,
         "prefill_s": stats.prefill_s,
         "decode_s": stats.decode_s,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.decode_s - stats.draft_s,
         "prefill_tokens": stats.prefill_tokens,
         "prefill_tokens_per_s": rate(stats.prefill_tokens, stats.prefill_s),
         "decode_steps": stats.decode_steps,
@@ -38,15 +42,16 @@ def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
 
 
 def _drafting(results: Sequence[RequestOutput]) -> dict[str, object]:
-    """What the drafts did, where there were any."""
-    stats = [result.stats for result in results if result.stats.drafted]
-    if not stats:
-        return {}
-    passes = sum(s.verify_passes for s in stats)
+    """What the drafts did; without any, a pass gives one token."""
+    stats = [result.stats for result in results]
+    drafted, accepted = (
+        sum_by_position(getattr(s, f"{name}_by_position") for s in stats) for name in ("drafted", "accepted")
+    )
     return {
-        "drafted": sum(s.drafted for s in stats),
-        "accepted": sum(s.accepted for s in stats),
-        "tokens_per_verify": rate(sum(s.output_tokens - 1 for s in stats), passes),
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
+        "tokens_per_verify": rate(sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)),
     }
 
 
@@ -75,7 +80,7 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
     for phase in ("prefill", "decode"):
         tokens, seconds = run[f"{phase}_tokens"], run[f"{phase}_s"]
         out.add_row(phase, f"{tokens:,} tokens in {seconds:.1f} s: {rate(tokens, seconds):,.1f} tokens/s")
-    if "drafted" in run:
+    if run["drafted"]:
         accepted = f"{run['accepted']:,} of {run['drafted']:,} proposals accepted"
         out.add_row("draft", f"{accepted}, {run['tokens_per_verify']:.2f} tokens per verify")
     out.add_row("weights", f"{where['weight_bytes'] / 2**20:,.0f} MiB")

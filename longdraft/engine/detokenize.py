@@ -29,8 +29,11 @@ class Detokenizer:
         """Take one more id; the text it completes, which may be empty."""
         self._ids.append(token)
         before, after = self._pieces()
-        if after.endswith(REPLACEMENT) or len(after) <= len(before):
-            return ""  # a character is still open, or the token shows as nothing
+        if after.endswith(REPLACEMENT):
+            return ""  # a character is still open
+        if len(after) <= len(before):
+            self._ids.pop()  # it shows as nothing, as control tokens do: not worth decoding again and again
+            return ""
         self._context, self._read = self._read, len(self._ids)
         self.text += after[len(before) :]
         return after[len(before) :]

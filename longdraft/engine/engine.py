@@ -116,8 +116,13 @@ class Engine:
         return self._sequences[request_id]
 
     def hold(self, request_id: int, held: bool = True) -> None:
-        """Keep an unfinished request (and its pages) from running, or let it go on again."""
+        """Keep an unfinished request from running, or let it go on. Its pages stay unless somebody else needs them."""
         self.sequence(request_id).held = held
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are queued, running or held."""
+        return len(self._sequences)
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +162,7 @@ class Engine:
             if not batch.prefill:
                 # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
                 drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
-                row.seq.stats.count(drafted, min(decision.accepted, drafted))
+                row.seq.stats.count(drafted, min(decision.accepted, drafted), len(tokens))
             error = None
             if decision.broken and reason is None:
                 reason, error = "error", "the model's logits are not finite"

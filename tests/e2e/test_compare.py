@@ -8,7 +8,7 @@ import torch
 from longdraft import LLM, DraftConfig, SamplingParams
 from longdraft.compare import compare
 from longdraft.errors import InvalidValueError
-from longdraft.exactness import forced_logits, gap, rounding, tier
+from longdraft.exactness import certify, forced_logits, margin, rounding, tier
 from tests.e2e.test_cli import longdraft
 from tests.parity.models import tiny_checkpoint
 
@@ -91,19 +91,86 @@ def test_tiers(folder, llm):
     assert tier(small.model) == "near-tie"
 
 
-def test_gap_and_rounding(folder, llm):
+def test_margins(llm):
+    """What may be certified: only tokens that are themselves next to the best one."""
     ids = PROMPTS[1]
     logits = forced_logits(llm.model, [ids], 1)[0]
-    best, second = logits.topk(2).values
-    assert gap(llm.model, ids, PARAMS[0], 0) == pytest.approx(float(best - second))
-    assert gap(llm.model, ids, PARAMS[1], 3) != gap(llm.model, ids, PARAMS[1], 4)  # the noise counts
+    (best, second), (i, j) = (x.tolist() for x in logits.topk(2))
+    worst = int(logits.argmin())
+    assert margin(llm.model, ids, PARAMS[0], 0, [i], 0.0) == 0
+    assert margin(llm.model, ids, PARAMS[0], 0, [i, j], 0.0) == pytest.approx(best - second)
+    assert margin(llm.model, ids, PARAMS[0], 0, [i, worst], 0.0) == pytest.approx(best - float(logits.min()))
+    for temperature in (0.01, 1.0):
+        params = SamplingParams(temperature=temperature, seed=3)
+        drawn = llm.generate([ids], SamplingParams(temperature=temperature, seed=3, max_tokens=1))[0]
+        token = drawn.outputs[0].token_ids[0]
+        assert margin(llm.model, ids, params, 3, [token], 0.0) == 0
+        assert margin(llm.model, ids, params, 3, [worst], 0.0) > 0
+
+
+def test_margins_at_the_border_of_a_filter(llm):
+    """A token next to the border may come or not; one behind it cannot."""
+    ids, params = PROMPTS[1], SamplingParams(temperature=1, top_k=2, seed=1)
+    logits = forced_logits(llm.model, [ids], 1)[0]
+    values, order = logits.topk(4)
+    gap = float(values[1] - values[2])
+    assert margin(llm.model, ids, params, 1, [int(order[2])], 0.5 * gap) == float("inf")
+    assert margin(llm.model, ids, params, 1, [int(order[2])], 1.01 * gap) < float("inf")
+
+
+def test_certificates(llm):
+    ids = PROMPTS[1]
+    logits = forced_logits(llm.model, [ids], 1)[0]
+    (best, second), (i, j) = (x.tolist() for x in logits.topk(2))
+    same = certify(llm.model, ids, ([i, 5], [i, 5]), PARAMS[0], 0, 1.0)
+    assert same is None
+    near = certify(llm.model, ids, ([i, 5], [j, 7]), PARAMS[0], 0, 2 * (best - second))
+    assert (near["position"], near["first"], near["second"], near["near_tie"]) == (0, [i], [j], True)
+    assert not certify(llm.model, ids, ([i], [j]), PARAMS[0], 0, 0.5 * (best - second))["near_tie"]
+    assert not certify(llm.model, ids, ([i], [int(logits.argmin())]), PARAMS[0], 0, 2 * (best - second))["near_tie"]
+    assert not certify(llm.model, ids, ([i, 5], [i]), PARAMS[0], 0, 1e9)["near_tie"]  # a length is no tie
+
+
+def test_rounding(folder, llm):
     single = LLM(folder, kv_cache_memory_bytes=2**22).model
     rows = [[(i * n) % 128 for i in range(60)] for n in (3, 5, 7)]
     assert rounding(llm.model, rows) < 1e-12
     assert 0 <= rounding(single, rows) < 1e-3
+    assert rounding(single, [[1], [2, 3]]) < 1e-3
     many = forced_logits(llm.model, rows, 5)
     one = torch.cat([forced_logits(llm.model, [row], 5, chunk=1) for row in rows])
     torch.testing.assert_close(many, one, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 1}, {"kv_cache_memory_bytes": 12 * 16 * 1536}])
+def test_groups_that_do_not_fit_together_take_turns_all_the_same(folder, sizes):
+    llm = LLM(folder, dtype="float64", max_num_batched_tokens=16, **sizes)
+    result = compare(llm, [PROMPTS[1] * 3], PARAMS[0], DraftConfig(kv="full", gamma=3))
+    assert (result.identical, result.held) == (True, True)
+    assert result.plain["tokens"] == result.speculative["tokens"] == 30
+    assert result.speculative["verify_passes"] < result.plain["verify_passes"]
+    assert llm.engine.num_unfinished == 0
+
+
+def test_failed_requests_and_other_requests(llm, monkeypatch):
+    forward = llm.engine.runner.forward
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: forward(batch) * torch.nan)
+    result = compare(llm, PROMPTS, PARAMS[0], DraftConfig(kv="full", gamma=3))
+    assert not result.held
+    assert "not finite" in result.errors[0]
+    monkeypatch.undo()
+    other = llm.engine.add([1, 2], PARAMS[0])
+    with pytest.raises(InvalidValueError, match="unfinished requests"):
+        compare(llm, PROMPTS, PARAMS[0], DraftConfig())
+    llm.engine.abort(other)
+
+
+def test_the_maximal_rule_is_exact_where_it_is_greedy(llm):
+    draft = DraftConfig(kv="streaming_llm", budget=16, gamma=3, sampling_rule="maximal")
+    assert compare(llm, PROMPTS, PARAMS[0], draft).exactness == "identical"
+    assert compare(llm, PROMPTS, PARAMS[0], draft).identical
+    sampled = compare(llm, PROMPTS, PARAMS[1], draft)
+    assert (sampled.exactness, sampled.held) == ("distribution", True)
 
 
 def test_a_difference_at_a_clear_gap_breaks_the_promise(llm, monkeypatch):

@@ -128,6 +128,17 @@ def test_truncated_and_invalid_bytes_show_once(byte_level):
         assert detokenizer.text == byte_level.decode(ids)
 
 
+def test_control_tokens_cost_no_time(embedded_path):
+    from longdraft.checkpoint.load import load_checkpoint
+
+    tokenizer = load_checkpoint(embedded_path).tokenizer
+    detokenizer = Detokenizer(tokenizer, [*tokenizer.encode("Once"), *[2] * 500])
+    assert len(detokenizer._ids) < 5
+    for token in tokenizer.encode(" upon a 🙂 time"):
+        detokenizer.push(token)
+    assert detokenizer.text == "Once upon a 🙂 time"
+
+
 def test_a_stop_string_of_several_bytes(tiny, byte_level):
     from longdraft.core import Sequence
     from longdraft.engine.stops import cut

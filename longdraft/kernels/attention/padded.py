@@ -95,7 +95,8 @@ class _Rectangle:
         query = torch.arange(num_q)[None].minimum(query_lens - 1)  # [b, Q]
         tokens = (plan.query_starts[rows, None] + query).flatten()
         real = (torch.arange(num_q) < query_lens).flatten()
-        self.tokens, self.real, self.real_tokens = tokens.to(device), real.to(device), tokens[real].to(device)
+        self.tokens, self.real_tokens = tokens.to(device), tokens[real].to(device)
+        self.real = real.nonzero().flatten().to(device)  # not a mask, whose size a device would have to report back
         self.blocks = layout.block_index(pages).to(device)
 
         # What an unused slot holds must not be seen, not even times zero (0 · NaN is NaN).
