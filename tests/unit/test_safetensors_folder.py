@@ -104,6 +104,7 @@ def test_links_into_a_cache_are_followed(sharded, tmp_path_factory):
     for file in folder.iterdir():
         os.symlink(file, snapshot / file.name)
     load(snapshot, config())
+    assert SafetensorsWeights(snapshot).shapes() == SafetensorsWeights(folder).shapes()
 
 
 # --- damaged and incomplete ones (O20) -----------------------------------------------------------------------------
