@@ -42,11 +42,6 @@ class SequenceStats:
     drafted: list[int] = field(default_factory=list)  # by position in the block: how often a token was proposed there
     accepted: list[int] = field(default_factory=list)  # and how often it was accepted
 
-    @property
-    def verify_s(self) -> float:
-        """The part of decode_s spent on the target's passes and the rest of the step."""
-        return self.decode_s - self.draft_s
-
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
         """Note one verify pass that gave ``tokens``: ``drafted`` proposals, the first ``accepted`` of which held."""
         self.verify_passes += 1
