@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
+from longdraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from longdraft.llm import LLM

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, rounding, tier
 from longdraft.llm import LLM
+from longdraft.sampling_params import SamplingParams
 
 TURN = 4  # decode steps that one group runs before the other
 OnProgress = Callable[[str, int, int, float], None]  # prefill | plain | speculative, tokens done and in all, seconds

@@ -12,8 +12,9 @@ from enum import Enum
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
 from longdraft.outputs import Logprob
+from longdraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
+from longdraft.sampling_params import SamplingParams
 from longdraft.spec.noise import all_gumbels
 from longdraft.spec.probs import to_log_probs
 

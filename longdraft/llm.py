@@ -13,7 +13,7 @@ import torch
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, StepOutput
 from longdraft.drafts.registry import check
@@ -24,6 +24,7 @@ from longdraft.exactness import tier
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import CompletionOutput, Logprob, RequestOutput, RequestStats
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
+from longdraft.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 Draft = DraftConfig | str | Mapping[str, Any] | None

@@ -89,3 +89,22 @@ class RequestOutput:
     def text(self) -> str:
         """The first completion's text."""
         return self.outputs[0].text
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What one step added to a streamed completion.
+
+    ``text`` is the new text, never part of a character nor of a stop string that ends the output, and may be empty
+    while either may be under way; ``token_ids`` are the new tokens (1…γ+1 of them, none when a request is aborted).
+    Joined, the texts of a completion are its whole text. The last output of a request has ``finish_reason`` and, once
+    all its completions are done, ``result``.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    result: RequestOutput | None = None

@@ -8,8 +8,8 @@ from numbers import Integral
 from typing import Any
 
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.config import SamplingParams
 from longdraft.errors import InvalidValueError
+from longdraft.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # arrays and tensors with one dimension count as sequences
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.config import EngineConfig, SamplingParams
+from longdraft.config import EngineConfig
 from longdraft.engine.engine import Engine
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
+from longdraft.sampling_params import SamplingParams
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other, and xdist runs several workers
 

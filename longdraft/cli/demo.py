@@ -43,7 +43,7 @@ def demo(
     from longdraft.cli.progress import Progress, track_comparison
     from longdraft.cli.report import setting
     from longdraft.compare import compare
-    from longdraft.config import SamplingParams
+    from longdraft.sampling_params import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
     config = drafting.require_draft(drafting.draft_config(draft, budget, gamma, sampling_rule))

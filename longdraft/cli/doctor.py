@@ -88,10 +88,11 @@ def _self_test() -> dict[str, object]:
 
     import torch
 
-    from longdraft.config import EngineConfig, SamplingParams
+    from longdraft.config import EngineConfig
     from longdraft.engine.engine import Engine
     from longdraft.models.registry import RandomWeights, tiny_config
     from longdraft.models.transformer import Transformer
+    from longdraft.sampling_params import SamplingParams
 
     started = time.perf_counter()
     config = tiny_config()

@@ -13,9 +13,10 @@ from longdraft.cli import drafting, options
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from longdraft.config import DraftConfig, SamplingParams
+    from longdraft.config import DraftConfig
     from longdraft.llm import LLM
     from longdraft.outputs import RequestOutput
+    from longdraft.sampling_params import SamplingParams
 
 MAX_PROMPT_BYTES = 64 * 2**20
 
@@ -56,7 +57,7 @@ def generate(
 ) -> None:
     """Complete prompts. Text goes to stdout; progress and figures go to stderr."""
     from longdraft.cli.progress import Progress, track
-    from longdraft.config import SamplingParams
+    from longdraft.sampling_params import SamplingParams
 
     if temperature > 0 and seed is None:
         seed = secrets.randbelow(2**31)

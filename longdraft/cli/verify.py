@@ -54,8 +54,9 @@ def verify(
 def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int) -> Iterator[Check]:
     """The checks, one by one as they are done."""
     from longdraft.compare import compare
-    from longdraft.config import DraftConfig, SamplingParams
+    from longdraft.config import DraftConfig
     from longdraft.drafts.registry import SELECTORS
+    from longdraft.sampling_params import SamplingParams
 
     prompts = _prompts(llm, prompt_tokens)
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

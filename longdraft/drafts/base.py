@@ -13,7 +13,7 @@ from longdraft.core import Proposal, Sequence
 class DraftRow:
     """A sequence whose newest token is not in the cache yet, and how many tokens to propose after it (at least 1).
 
-    Pages for that token and the proposals are reserved.
+    Pages of the target's store for that token and the proposals are reserved.
     """
 
     seq: Sequence
@@ -21,7 +21,12 @@ class DraftRow:
 
 
 class Draft(ABC):
-    """Proposes tokens for sequences of a target. State, where there is any, is kept by sequence id."""
+    """Proposes tokens for sequences of a target.
+
+    State, where there is any, is kept by sequence id. ``seq.ids`` only ever grows, so a state is brought up to date by
+    looking at what was added since: nothing is announced when proposals are accepted or refused, and a draft that sat
+    out some rounds catches up by itself.
+    """
 
     @abstractmethod
     def propose(self, rows: Seq[DraftRow], *, sampled: bool) -> Proposal:
@@ -29,6 +34,18 @@ class Draft(ABC):
 
         ``sampled``: draw from an independent stream and return the distributions, as the maximal rule needs.
         """
+
+    def follow(self, seqs: Seq[Sequence]) -> None:
+        """After a prefill step of the target: take in the sequences' first ``num_committed`` tokens.
+
+        Optional: a draft that does nothing here catches up at its first proposal.
+        """
+
+    def fork(self, source: Sequence, child: Sequence) -> None:
+        """``child`` goes on from ``source``'s ids: share the state, or leave it to be built anew."""
+
+    def release(self, seq_id: int) -> None:
+        """Forget a sequence that ended or was preempted; one that is not known is fine."""
 
     def bytes(self, length: int) -> int:
         """Memory that a sequence of ``length`` tokens takes beyond the target's own cache."""

@@ -12,7 +12,7 @@ from itertools import count
 import torch
 
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, SamplingParams, as_int
+from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, as_int
 from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
 from longdraft.drafts.registry import check
 from longdraft.engine import stops
@@ -24,6 +24,7 @@ from longdraft.engine.stats import EngineStats
 from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
+from longdraft.sampling_params import SamplingParams
 
 
 class Engine:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.config import SamplingParams
+from longdraft.sampling_params import SamplingParams
 from longdraft.spec.noise import COUPLED
 from longdraft.spec.probs import to_log_probs
 from longdraft.spec.sample import draw

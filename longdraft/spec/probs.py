@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.config import SamplingParams
+from longdraft.sampling_params import SamplingParams
 
 
 def to_log_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from longdraft.config import DraftConfig, SamplingParams
+from longdraft.config import DraftConfig
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.engine import decide
 from longdraft.engine.scheduler import Scheduler
 from longdraft.kv.select.full import Full
 from longdraft.models import feed as feeding
+from longdraft.sampling_params import SamplingParams
 from tests.conftest import make_engine, run, run_alone
 
 PROMPTS = [[(7 * i + n) % 128 for i in range(n)] for n in (4, 15, 16, 33)]

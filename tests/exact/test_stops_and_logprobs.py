@@ -8,12 +8,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.config import DraftConfig, EngineConfig, SamplingParams
+from longdraft.config import DraftConfig, EngineConfig
 from longdraft.drafts.registry import SELECTORS
 from longdraft.engine.detokenize import Detokenizer
 from longdraft.engine.engine import Engine
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import forced_logits
+from longdraft.sampling_params import SamplingParams
 from tests.conftest import run
 
 PROMPT = list(range(5, 13))

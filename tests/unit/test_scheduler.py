@@ -2,11 +2,12 @@
 
 import torch
 
-from longdraft.config import EngineConfig, SamplingParams
+from longdraft.config import EngineConfig
 from longdraft.core import Sequence, Status
 from longdraft.engine.scheduler import Scheduler
 from longdraft.kernels.layout import PlainLayout
 from longdraft.kv.store import PagedStore
+from longdraft.sampling_params import SamplingParams
 
 
 def make(num_pages=8, **sizes):
