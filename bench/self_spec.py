@@ -23,12 +23,10 @@ from longdraft.exactness import certify, rounding
 
 
 def windows(llm: LLM, length: int) -> list[list[int]]:
-    """Two windows of ``length`` ids of each novel, at a third and two thirds of it."""
-    rows = []
-    for path in sorted((files("longdraft") / "data").iterdir(), key=lambda p: p.name):
-        ids = llm.encode(lzma.decompress(path.read_bytes()).decode())
-        rows += [ids[len(ids) * i // 3 :][:length] for i in (1, 2)]
-    return rows
+    """Two windows of ``length`` ids of each novel, from a third and from two thirds of its text on."""
+    paths = sorted((files("longdraft") / "data").iterdir(), key=lambda p: p.name)
+    texts = [lzma.decompress(path.read_bytes()).decode() for path in paths]
+    return [llm.encode(text[len(text) * i // 3 :][:60_000])[:length] for text in texts for i in (1, 2)]
 
 
 def fill(llm: LLM, rows: list[list[int]], params: SamplingParams) -> list[Sequence]:

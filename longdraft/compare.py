@@ -15,6 +15,7 @@ from longdraft.core import Status, sum_by_position
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, rounding, tier
 from longdraft.llm import LLM
+from longdraft.request import output_text
 from longdraft.sampling_params import SamplingParams
 
 TURN = 4  # decode steps that one group runs before the other
@@ -197,7 +198,7 @@ def _compared(
     divergences = []
     for i, a, b in differing:
         prompt = a.ids[: a.num_prompt]
-        found = certify(llm.model, prompt, (a.output_ids, b.output_ids), params, a.seed, epsilon)
+        found = certify(llm.model, prompt, (a.output_ids, b.output_ids), params, a.seed, epsilon, a.stop_ids)
         # Equal ids that ended differently are no near-tie.
         divergences.append(
             {"prompt": i, **(found or {"position": len(a.output_ids), "margin": None, "near_tie": False})}
@@ -206,7 +207,7 @@ def _compared(
         plain=plain.figures(prefill_s),
         speculative=speculative.figures(prefill_s) | _draft_bytes(llm, draft, speculative.sequences),
         prompts=[seq.ids[: seq.num_prompt] for seq in plain.sequences],
-        texts=[llm.output_text(seq) for seq in speculative.sequences],
+        texts=[output_text(llm.tokenizer, seq) for seq in speculative.sequences],
         exactness=exactness,
         divergences=divergences,
         errors=[seq.error for seq in plain.sequences + speculative.sequences if seq.error],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from numbers import Integral, Real
+from os import PathLike
 
 from longdraft.errors import InvalidValueError
 
@@ -25,31 +27,49 @@ def as_float(what: str, value: object, low: float, high: float) -> float:
 
 
 SAMPLING_RULES = ("coupled", "maximal")
+LAYERS = re.compile("all|(every|first):[1-9][0-9]{0,3}")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
     """What proposes tokens: whose weights, which part of the KV cache they read, and how many tokens at a time.
 
-    ``kv`` names a selection (``longdraft.drafts.registry`` lists them), ``budget`` is its size in tokens per KV head,
-    sinks included. ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output
-    equal to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
+    ``weights``: ``target`` (the model's own), ``ngram`` (none: earlier occurrences of the text's last tokens), or the
+    path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
+    each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
+    them), ``budget`` is its size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at most
+    half). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output equal to
+    plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
     """
 
     weights: str = "target"
+    layers: str = "all"
     kv: str = "streaming_llm"
     budget: int = 512
+    sinks: int = 16
     gamma: int = 4
     sampling_rule: str = "coupled"
 
     def __post_init__(self) -> None:
-        if self.weights != "target":
-            raise InvalidValueError("weights", self.weights, "must be 'target' (the model's own)")
+        weights = str(self.weights) if isinstance(self.weights, (str, PathLike)) else ""
+        if not weights:
+            raise InvalidValueError("weights", self.weights, "must be 'target', 'ngram', or a model's path or name")
+        object.__setattr__(self, "weights", weights)
+        if not isinstance(self.layers, str) or not LAYERS.fullmatch(self.layers):
+            raise InvalidValueError("layers", self.layers, "must be 'all', 'every:n' or 'first:n'")
+        if self.layers != "all" and weights != "target":
+            raise InvalidValueError("layers", self.layers, "must be 'all' unless the weights are the target's")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, 2**31 - 1))
+        object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, 2**31 - 1))
         object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, 64))
         if self.sampling_rule not in SAMPLING_RULES:
             limit = f"must be one of {', '.join(SAMPLING_RULES)}"
             raise InvalidValueError("sampling_rule", self.sampling_rule, limit)
+
+    @property
+    def own_model(self) -> bool:
+        """Whether the weights are a model's that has to be loaded beside the target."""
+        return self.weights not in ("target", "ngram")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class Sequence:
     seed: int
     max_total: int  # prompt + output may not exceed this many tokens
     draft: DraftConfig | None = None  # None: plain decoding
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    source: Sequence | None = None  # one with the same prompt, whose cached prompt it shares once that is filled
     held: bool = False  # does not run; keeps its pages while nobody else needs them
     num_committed: int = 0
     status: Status = Status.WAITING
@@ -83,6 +85,7 @@ class Sequence:
     error: str | None = None
     stop_text: str | None = None  # the output's text, where a stop string ended it
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, if asked for
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the prompt's second token and on
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property
@@ -102,16 +105,44 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a token is drawn: after the ids of ``seq`` and the tokens ``drafted`` for it.
+
+    All that a token's distribution depends on besides the logits, and all that its noise depends on.
+    """
+
+    seq: Sequence
+    drafted: Seq[int] = ()
+
+    @property
+    def position(self) -> int:
+        """The index that the token will have in its sequence."""
+        return len(self.seq.ids) + len(self.drafted)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before it."""
+        return self.position - self.seq.num_prompt
+
+    def last(self, n: int) -> list[int]:
+        """The ``n`` tokens before it, or all of them where there are fewer."""
+        have = [*self.seq.ids[-n:], *self.drafted] if n else []
+        return have[len(have) - min(n, len(have)) :]
+
+
+@dataclass(frozen=True)
 class Row:
     """One sequence's share of a step: feed ``num_tokens`` of its pending tokens, then the tokens of ``proposal``.
 
-    Logits are wanted for the last ``num_logits`` of all these: none in the middle of a prompt, one for plain decoding
-    and at the end of a prompt, 1…γ+1 when proposals are verified. ``room`` more tokens have pages reserved.
+    Tokens are drawn after the last ``num_logits`` of all these: none in the middle of a prompt, one for plain decoding
+    and at the end of a prompt, 1…γ+1 when proposals are verified. ``room`` more tokens have pages reserved. After the
+    first ``num_scored`` tokens logits are wanted to score the prompt's next token.
     """
 
     seq: Sequence
     num_tokens: int
     num_logits: int
+    num_scored: int = 0
     room: int = 0
     proposal: tuple[int, ...] = ()
 

@@ -63,6 +63,14 @@ class UnsupportedModelError(LongDraftError):
         super().__init__(f"{what} = {_brief(value)} is not supported ({supported})." + (f" {fix}" if fix else ""))
 
 
+class VocabularyMismatchError(LongDraftError):
+    """A draft model's tokens are not the target's; the message names both models, the first difference and the fix."""
+
+    def __init__(self, target: str, draft: str, problem: str, fix: str) -> None:
+        self.target, self.draft, self.problem = target, draft, problem
+        super().__init__(f"{draft!r} cannot propose tokens for {target!r}: {problem}. {fix}")
+
+
 class TemplateError(LongDraftError):
     """A chat template is missing, refused the messages (its own words are passed on), or broke its limits."""
 

@@ -9,15 +9,18 @@ broken promise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from longdraft.config import DraftConfig
+from longdraft.core import Place
+from longdraft.core import Sequence as EngineSequence
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
+from longdraft.spec.adjust import adjust
 from longdraft.spec.noise import all_gumbels
 from longdraft.spec.probs import to_log_probs
 
@@ -65,22 +68,22 @@ def rounding(model: Transformer, rows: Sequence[Sequence[int]]) -> float:
     return float((together - alone).abs().max())
 
 
-def margin(
-    model: Transformer, ids: Sequence[int], params: SamplingParams, seed: int, tokens: Sequence[int], epsilon: float
-) -> float:
-    """By how much the best token after ``ids`` beats the worst of ``tokens``, in logits; inf if one could not come.
+def margin(model: Transformer, place: Place, tokens: Sequence[int], epsilon: float) -> float:
+    """By how much the best token at ``place`` beats the worst of ``tokens``, in logits; inf if one could not come.
 
     Scores are what the draw compares, scaled to logits: l + T · G. A token whose logit is within ``epsilon`` of the
     border that top_k, top_p or min_p drew may have been on either side of it.
     """
-    logits = forced_logits(model, [ids], 1)[0].double()
+    params = place.seq.params
+    raw = forced_logits(model, [[*place.seq.ids, *place.drafted]], 1).double()
+    logits = adjust(raw, [place])[0][0]
     scores, firm, possible = (
         logits,
         torch.ones_like(logits, dtype=torch.bool),
         torch.ones_like(logits, dtype=torch.bool),
     )
     if not params.greedy:
-        at = (torch.tensor([x], device=logits.device) for x in (seed, len(ids)))
+        at = (torch.tensor([x], device=logits.device) for x in (place.seq.seed, place.position))
         scores = logits + params.temperature * all_gumbels(*at, len(logits))[0]
         support = to_log_probs(logits[None], [params])[0] > -torch.inf
         if not bool(support.all()):
@@ -99,8 +102,12 @@ def certify(
     params: SamplingParams,
     seed: int,
     epsilon: float,
+    stop_ids: Iterable[int] = (),
 ) -> dict[str, object] | None:
-    """Where two outputs of the prompt ``ids`` first differ, and whether that is a near-tie; ``None`` if they do not."""
+    """Where two outputs of the prompt ``ids`` first differ, and whether that is a near-tie; ``None`` if they do not.
+
+    ``stop_ids`` are those that ``min_tokens`` keeps away, if it does.
+    """
     a, b = outputs
     if list(a) == list(b):
         return None
@@ -108,6 +115,8 @@ def certify(
     here = {"position": at, "first": list(a[at : at + 1]), "second": list(b[at : at + 1])}
     if at >= min(len(a), len(b)):  # one is a beginning of the other: no tie explains that
         return {**here, "margin": None, "epsilon": epsilon, "near_tie": False}
-    found = margin(model, [*ids, *a[:at]], params, seed, [a[at], b[at]], epsilon)
+    total, prompt = len(ids) + len(a), list(ids)
+    seq = EngineSequence(-1, prompt + list(a[:at]), len(prompt), params, seed, total, stop_ids=frozenset(stop_ids))
+    found = margin(model, Place(seq), [a[at], b[at]], epsilon)
     near = found <= epsilon
     return {**here, "margin": found if math.isfinite(found) else None, "epsilon": epsilon, "near_tie": near}

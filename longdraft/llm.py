@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
-from longdraft.config import DraftConfig
-from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, StepOutput
-from longdraft.drafts.registry import check
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import resolve_device, resolve_dtype, size_engine
-from longdraft.errors import InvalidValueError
+from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
+from longdraft.llm_draft import Draft, load_draft, resolve_draft
 from longdraft.models.transformer import Transformer
-from longdraft.outputs import CompletionOutput, Logprob, RequestOutput, RequestStats
+from longdraft.outputs import RequestOutput, StreamOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
-from longdraft.sampling_params import SamplingParams
+from longdraft.request import Request, Sink
+from longdraft.sampling_params import SamplingParams, from_generation_config
 
 Message = Mapping[str, Any]
-Draft = DraftConfig | str | Mapping[str, Any] | None
 OnStep = Callable[[Engine, list[StepOutput]], None]
 log = logging.getLogger("longdraft")
 
@@ -37,8 +37,9 @@ class LLM:
 
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
-        draft: what proposes tokens: a ``DraftConfig``, a selection's name (``"streaming_llm"``), a mapping of
-            ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes what a request returns.
+        draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"full"``, ``"layer_skip"``,
+            ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding.
+            It never changes what a request returns.
         dtype: type weights are stored and multiplied in: auto, float32, bfloat16, float64 (float16 becomes bfloat16).
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
         device: auto, cpu or cuda.
@@ -48,12 +49,14 @@ class LLM:
         kv_cache_memory_bytes: size of the KV cache; ``None`` is 40 % of the memory that the weights leave free.
         block_size: tokens per KV page.
         seed: what the seeds of unseeded requests are drawn from.
+        generation_config: ``auto`` takes ``default_sampling_params`` from the model's generation_config.json, ``none``
+            takes the library's own.
         tokenizer: folder with another ``tokenizer.json``; ``None`` is the model's own.
         download: allow the network for a hub id that is not cached.
         on_load: called as ``on_load(layers_done, layers)`` while weights are read.
 
-    Raises ``ModelNotFoundError``, ``ModelFileError``, ``UnsupportedModelError``, ``InvalidValueError`` or
-    ``KVCapacityError``.
+    Raises ``ModelNotFoundError``, ``ModelFileError``, ``UnsupportedModelError``, ``VocabularyMismatchError``,
+    ``InvalidValueError`` or ``OutOfMemoryError``.
     """
 
     def __init__(
@@ -70,15 +73,19 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         block_size: int = 16,
         seed: int = 0,
+        generation_config: str = "auto",
         tokenizer: str | PathLike[str] | None = None,
         download: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.draft = resolve_draft(draft)
         self.checkpoint = load_checkpoint(model, download=download)
         self.tokenizer = self.checkpoint.tokenizer
         if tokenizer is not None:
             self.tokenizer = fitting(read_tokenizer(tokenizer), self.checkpoint.config, tokenizer)
+        self.draft = resolve_draft(draft)
+        small = None
+        if self.draft and self.draft.own_model:
+            small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
         target_device = resolve_device(device)
         storage = resolve_dtype("dtype", dtype)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype)
@@ -87,6 +94,7 @@ class LLM:
             storage,
             kv_storage,
             target_device,
+            draft=small.config if small else None,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -94,16 +102,17 @@ class LLM:
             block_size=block_size,
             seed=seed,
         )
-        self.model = Transformer(
-            self.checkpoint.config,
-            self.checkpoint.weights,
-            dtype=storage,
-            kv_dtype=kv_storage,
-            device=target_device,
-            page_size=block_size,
-            progress=on_load,
-        )
-        self.engine = Engine(self.model, engine_config, self.checkpoint.eos_token_ids, self.tokenizer)
+        types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
+        self.model = Transformer(self.checkpoint.config, self.checkpoint.weights, **types, progress=on_load)
+        small_models = {}
+        if small and self.draft:
+            small_models[self.draft.weights] = Transformer(small.config, small.weights, **types)
+        eos = self.checkpoint.eos_token_ids
+        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models)
+        if self.draft:
+            self.engine.runner.check(self.draft)
+        self.default_sampling_params = self._defaults(generation_config)
+        self._requests: dict[int, Request] = {}  # unfinished ones, by the ids of their sequences
         self._log_surprises(dtype)
 
     def __repr__(self) -> str:
@@ -123,22 +132,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results come in the order of the prompts.
 
         A prompt is text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``. ``sampling_params`` is one
-        for all or one per prompt. ``on_step(engine, outputs)`` is called after every step; it may abort requests.
+        for all or one per prompt; ``None`` is ``default_sampling_params``. ``use_tqdm`` shows progress on a terminal.
+        ``on_step(engine, outputs)`` is called after every step; it may abort requests.
 
         Raises ``InvalidValueError`` or ``ContextLengthError`` before anything is computed if any prompt is unusable.
         """
-        return self._run([encode(prompt, self.tokenizer) for prompt in as_list(prompts)], sampling_params, on_step)
+        encoded = [encode(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._run(encoded, sampling_params, use_tqdm, on_step)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages with ``role`` and ``content``) or several (a list of lists)."""
@@ -148,7 +161,19 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         talks = messages if several else [messages]
         encoded = [EncodedPrompt(self.encode_chat(talk)) for talk in talks]
-        return self._run(encoded, sampling_params, on_step)
+        return self._run(encoded, sampling_params, use_tqdm, on_step)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt and give its text as it comes: an iterator of ``StreamOutput``.
+
+        Closing it (or leaving its ``with`` block, or dropping it) ends the request and frees its cache. Several
+        streams may be read in turns; all of them advance together.
+        """
+        return Stream(self, encode(prompt, self.tokenizer), sampling_params)
+
+    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Stream:
+        """Answer one conversation as ``stream`` does."""
+        return Stream(self, EncodedPrompt(self.encode_chat(messages)), sampling_params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt in any of its forms."""
@@ -158,30 +183,61 @@ class LLM:
         """Token ids of one conversation, ready to be answered."""
         return encode_chat(require(self.tokenizer), self.checkpoint.chat_template, messages)
 
+    def submit(self, prompt: EncodedPrompt, params: SamplingParams | None = None, sink: Sink | None = None) -> Request:
+        """Queue a request, whose outputs ``sink`` is told of as ``step`` brings them."""
+        params = self.default_sampling_params if params is None else params
+        ids = self.engine.add_all(prompt.ids, params, self.draft)
+        sequences = [self.engine.sequence(i) for i in ids]
+        request = Request(prompt, sequences, self.tokenizer, self.exactness, sink)
+        self._requests |= dict.fromkeys(ids, request)
+        return request
+
+    def step(self) -> list[StepOutput]:
+        """One step of the engine; every request is told of what it got."""
+        outputs = self.engine.step()
+        self._deliver(outputs)
+        return outputs
+
+    def abort(self, request: Request) -> None:
+        """End a request now, free its cache, and tell it so; one that has ended is fine."""
+        running = [seq for seq in request.sequences if seq.status is not Status.FINISHED]
+        self._deliver([self.engine.abort(seq.id) for seq in running])
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            request = self._requests.get(output.seq.id)
+            if request:
+                request.take(output)
+            if output.finish_reason:
+                self._requests.pop(output.seq.id, None)
+
     def _run(
         self,
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
         on_step: OnStep | None,
     ) -> list[RequestOutput]:
-        params = one_each(sampling_params, len(prompts))
-        sequences: list[EngineSequence] = []
-        try:
-            for prompt, p in zip(prompts, params, strict=True):
-                sequences.append(self._add(prompt, p, len(sequences), len(prompts)))
-            while any(seq.status is not Status.FINISHED for seq in sequences):
-                outputs = self.engine.step()
-                if on_step:
-                    on_step(self.engine, outputs)
-        finally:  # an error or Ctrl-C: nothing of this call stays behind
-            for seq in sequences:
-                if seq.status is not Status.FINISHED:
-                    self.engine.abort(seq.id)
-        return [self._result(prompt, seq) for prompt, seq in zip(prompts, sequences, strict=True)]
+        params = one_each(sampling_params, len(prompts), self.default_sampling_params)
+        requests: list[Request] = []
+        # Only a terminal is shown a bar (disable=None), and not a second one.
+        with tqdm(total=len(prompts), unit="request", disable=None if use_tqdm and not on_step else True) as bar:
+            try:
+                for prompt, p in zip(prompts, params, strict=True):
+                    requests.append(self._submit_one_of(prompt, p, len(requests), len(prompts)))
+                while waiting := [request for request in requests if not request.done]:
+                    outputs = self.step()
+                    if on_step:
+                        on_step(self.engine, outputs)
+                    bar.update(sum(request.done for request in waiting))
+            finally:  # an error or Ctrl-C: nothing of this call stays behind
+                for request in requests:
+                    self.abort(request)
+        return [request.result() for request in requests]
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams, index: int, count: int) -> EngineSequence:
+    def _submit_one_of(self, prompt: EncodedPrompt, params: SamplingParams, index: int, count: int) -> Request:
         try:
-            return self.engine.sequence(self.engine.add(prompt.ids, params, self.draft))
+            return self.submit(prompt, params)
         except InvalidValueError as error:
             if count == 1:
                 raise
@@ -190,35 +246,14 @@ class LLM:
                 f"{error.what} (prompt {index + 1} of {count})", error.value, error.limit, error.fix
             ) from error
 
-    def _result(self, prompt: EncodedPrompt, seq: EngineSequence) -> RequestOutput:
-        output_ids, text = seq.output_ids, self.output_text(seq)
-        stats = RequestStats(
-            prompt_tokens=seq.num_prompt,
-            output_tokens=len(output_ids),
-            prefill_s=seq.stats.prefill_s,
-            decode_s=seq.stats.decode_s,
-            preemptions=seq.stats.preemptions,
-            decode_tokens=seq.stats.decode_tokens,
-            draft_s=seq.stats.draft_s,
-            verify_passes=seq.stats.verify_passes,
-            drafted_by_position=tuple(seq.stats.drafted),
-            accepted_by_position=tuple(seq.stats.accepted),
-        )
-        logprobs = None if seq.params.logprobs is None else [self._decoded(entry) for entry in seq.logprobs]
-        completion = CompletionOutput(0, text, output_ids, str(seq.finish_reason), seq.error, logprobs)
-        return RequestOutput(prompt.text, seq.ids[: seq.num_prompt], [completion], stats, self.exactness)
-
-    def output_text(self, seq: EngineSequence) -> str:
-        """The text of a sequence's output, up to a stop string if one ended it; empty without a tokenizer."""
-        if seq.stop_text is not None:
-            return seq.stop_text
-        return self.tokenizer.decode(seq.output_ids) if self.tokenizer else ""
-
-    def _decoded(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self.tokenizer is None:
-            return entry
-        decode = self.tokenizer.decode
-        return {i: replace(x, decoded_token=decode([i], skip_special_tokens=False)) for i, x in entry.items()}
+    def _defaults(self, source: str) -> SamplingParams:
+        if source not in ("auto", "none"):
+            raise InvalidValueError("generation_config", source, "must be 'auto' or 'none'")
+        try:
+            return from_generation_config(self.checkpoint.generation_defaults if source == "auto" else {})
+        except InvalidValueError as error:
+            fix = "Pass generation_config='none' to go without it."
+            raise ModelFileError(self.checkpoint.path, f"its generation_config.json: {error}", fix=fix) from error
 
     def _log_surprises(self, dtype: object) -> None:
         """What a user may not expect of this model on this machine."""
@@ -236,16 +271,31 @@ class LLM:
             )
 
 
-def resolve_draft(draft: Draft) -> DraftConfig | None:
-    """The config that ``LLM(draft=...)`` stands for; ``InvalidValueError`` for names and fields that do not exist."""
-    if draft is None or isinstance(draft, DraftConfig):
-        return None if draft is None else check(draft)
-    if isinstance(draft, str):
-        return check(DraftConfig(kv=draft))
-    if not isinstance(draft, Mapping):
-        raise InvalidValueError("draft", draft, "must be a DraftConfig, a selection's name, a mapping, or None")
-    try:
-        return check(DraftConfig(**draft))
-    except TypeError as error:
-        names = ", ".join(DraftConfig.__dataclass_fields__)
-        raise InvalidValueError("draft", dict(draft), f"may have the fields {names}") from error
+class Stream(Iterator[StreamOutput]):
+    """The outputs of one request as they come. Each ``next`` runs the engine until there is one."""
+
+    def __init__(self, llm: LLM, prompt: EncodedPrompt, params: SamplingParams | None) -> None:
+        self._llm = llm
+        self._outputs: deque[StreamOutput] = deque()
+        self._request = llm.submit(prompt, params, self._outputs.append)
+
+    def __next__(self) -> StreamOutput:
+        while not self._outputs:
+            if self._request.done:
+                raise StopIteration
+            self._llm.step()
+        return self._outputs.popleft()
+
+    def close(self) -> None:
+        """End the request now; its last output, with ``finish_reason`` ``abort``, can still be read."""
+        self._llm.abort(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_request"):  # it was accepted
+            self.close()

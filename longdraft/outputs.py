@@ -84,6 +84,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     stats: RequestStats
     exactness: str
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(
+        default=None, repr=False
+    )  # None for the first token
 
     @property
     def text(self) -> str:

@@ -63,10 +63,12 @@ def require(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def one_each(params: SamplingParams | Iterable[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    """Sampling parameters for each of ``n`` prompts: one for all, one each, or the defaults."""
+def one_each(
+    params: SamplingParams | Iterable[SamplingParams] | None, n: int, default: SamplingParams
+) -> list[SamplingParams]:
+    """Sampling parameters for each of ``n`` prompts: one for all, one each, or the default."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
+        return [params or default] * n
     several = list(params) if isinstance(params, Iterable) else [params]
     if len(several) != n or not all(isinstance(p, SamplingParams) for p in several):
         limit = f"must be one SamplingParams, or one for each of {n} prompts"

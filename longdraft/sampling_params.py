@@ -231,3 +231,19 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "truncate_prompt_tokens": _or_none(_truncation),
     "structured_outputs": _unsupported,
 }
+
+
+_FROM_FILE = {"max_new_tokens": "max_tokens"} | {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+}
+
+
+def from_generation_config(settings: Mapping[str, object]) -> SamplingParams:
+    """What a request gets that says nothing of sampling: the settings of a generation_config.json, else the defaults.
+
+    As in vLLM, but ``do_sample: false`` is greedy. Raises ``InvalidValueError`` for values out of range.
+    """
+    found = {ours: settings[theirs] for theirs, ours in _FROM_FILE.items() if settings.get(theirs) is not None}
+    if settings.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return SamplingParams(**found)  # type: ignore[arg-type]

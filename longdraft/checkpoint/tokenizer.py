@@ -26,6 +26,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(self._special.values())
+        self.added_tokens = frozenset(token.content for token in added.values())
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.base_vocab_size = backend.get_vocab_size(with_added_tokens=False)
         # What starts a text that brings its own BOS; None where the tokenizer would not add one anyway.
@@ -36,6 +37,10 @@ class Tokenizer:
     def special_tokens(self) -> tuple[str, ...]:
         """The texts of the control tokens."""
         return tuple(self._special)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's own spelling and its id, added tokens included; made anew by each call."""
+        return self._backend.get_vocab(with_added_tokens=True)
 
     def token_text(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token (``decode`` gives readable text); empty for an unknown id."""

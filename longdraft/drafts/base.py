@@ -35,16 +35,16 @@ class Draft(ABC):
         ``sampled``: draw from an independent stream and return the distributions, as the maximal rule needs.
         """
 
-    def follow(self, seqs: Seq[Sequence]) -> None:
+    def follow(self, seqs: Seq[Sequence]) -> None:  # noqa: B027 - nothing to do is a choice
         """After a prefill step of the target: take in the sequences' first ``num_committed`` tokens.
 
         Optional: a draft that does nothing here catches up at its first proposal.
         """
 
-    def fork(self, source: Sequence, child: Sequence) -> None:
+    def fork(self, source: Sequence, child: Sequence) -> None:  # noqa: B027
         """``child`` goes on from ``source``'s ids: share the state, or leave it to be built anew."""
 
-    def release(self, seq_id: int) -> None:
+    def release(self, seq_id: int) -> None:  # noqa: B027
         """Forget a sequence that ended or was preempted; one that is not known is fine."""
 
     def bytes(self, length: int) -> int:

@@ -1,10 +1,15 @@
-"""Names → drafts and selections: the list that every matrix test walks."""
+"""Names → drafts and selections: the lists that every matrix test walks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from longdraft.config import DraftConfig
 from longdraft.drafts.base import Draft
+from longdraft.drafts.layer_skip import choose_layers
+from longdraft.drafts.ngram import NGram
 from longdraft.drafts.self_spec import SelfSpec
+from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.errors import InvalidValueError
 from longdraft.kv.select.base import Selector
 from longdraft.kv.select.full import Full
@@ -16,6 +21,15 @@ SELECTORS: dict[str, type[Selector]] = {
     "streaming_llm": StreamingLLM,
     "full": Full,
 }
+# Drafts that need nothing but the target, by the names that users may say for short.
+NAMED: dict[str, DraftConfig] = {
+    **{name: DraftConfig(kv=name) for name in SELECTORS},
+    "layer_skip": DraftConfig(layers="every:2"),
+    "ngram": DraftConfig(weights="ngram"),
+}
+
+
+NO_MODELS: Mapping[str, DraftModel] = {}
 
 
 def check(config: DraftConfig) -> DraftConfig:
@@ -25,6 +39,25 @@ def check(config: DraftConfig) -> DraftConfig:
     return config
 
 
-def make(config: DraftConfig, model: Transformer, store: PagedStore) -> Draft:
-    """The draft that ``config`` describes, for a target and its store."""
-    return SelfSpec(model, store, SELECTORS[check(config).kv](config.budget))
+def make(
+    config: DraftConfig, model: Transformer, store: PagedStore, small: Mapping[str, DraftModel] = NO_MODELS
+) -> Draft:
+    """The draft that ``config`` describes, for a target and its store; ``small`` are the models loaded beside it.
+
+    Raises ``InvalidValueError`` for what does not exist.
+    """
+    check(config)
+    if config.weights == "ngram":
+        return NGram()
+    selector = _selector(config)
+    if config.weights == "target":
+        return SelfSpec(model, store, selector, choose_layers(config.layers, model.config.num_layers))
+    if config.weights not in small:
+        limit = f"must be 'target', 'ngram' or a draft model that was loaded ({', '.join(small) or 'none was'})"
+        raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
+    return SmallModel(small[config.weights], selector, model.config.vocab_size)
+
+
+def _selector(config: DraftConfig) -> Selector:
+    kind = SELECTORS[config.kv]
+    return kind(config.budget, config.sinks) if kind is StreamingLLM else kind(config.budget)

@@ -11,47 +11,32 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from longdraft.core import Proposal
-from longdraft.drafts.base import Draft, DraftRow
+from longdraft.drafts.base import DraftRow
+from longdraft.drafts.model_draft import ModelDraft
 from longdraft.kv.select.base import Selector
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
-from longdraft.spec.next_tokens import next_tokens
-from longdraft.spec.noise import COUPLED, DRAFT
 
 
-class SelfSpec(Draft):
-    """The target's weights over ``selector``'s view of the target's pages."""
+class SelfSpec(ModelDraft):
+    """The target's weights, all layers or some of them, over ``selector``'s view of the target's pages."""
 
-    def __init__(self, model: Transformer, store: PagedStore, selector: Selector) -> None:
-        self.model, self.store, self.selector = model, store, selector
+    def __init__(
+        self, model: Transformer, store: PagedStore, selector: Selector, layers: tuple[int, ...] | None = None
+    ) -> None:
+        self.model, self.store, self.selector, self.layers = model, store, selector, layers
 
-    def propose(self, rows: Seq[DraftRow], *, sampled: bool) -> Proposal:
-        """See ``Draft``: one token a step for every row that still wants one."""
-        tokens: list[list[int]] = [[] for _ in rows]
-        log_q: list[list[torch.Tensor]] = [[] for _ in rows]
-        for step in range(max(row.gamma for row in rows)):
-            active = [i for i, row in enumerate(rows) if row.gamma > step]
-            seqs = [rows[i].seq for i in active]
-            newest = [tokens[i][-1] if step else rows[i].seq.ids[-1] for i in active]
-            feeds = [Feed(s.id, s.num_committed + step, [t], 1) for s, t in zip(seqs, newest, strict=True)]
-            logits = feed(self.model, self.store, feeds, self.selector.select)
-            drawn, log_probs = next_tokens(
-                logits,
-                [s.params for s in seqs],
-                [s.seed for s in seqs],
-                [len(s.ids) + step for s in seqs],
-                role=DRAFT if sampled else COUPLED,
-                keep=sampled,
-            )
-            for n, i in enumerate(active):
-                tokens[i].append(drawn[n])
-                if sampled:
-                    log_q[i].append(log_probs[n])
-        flat = [x for row in log_q for x in row]
-        return Proposal(tokens, torch.stack(flat) if flat else None)
+    def begin(self, rows: Seq[DraftRow]) -> list[Feed | None]:
+        """See ``ModelDraft``: the newest token is all that the target's cache lacks."""
+        return [Feed(row.seq.id, row.seq.num_committed, [row.seq.ids[-1]], 1) for row in rows]
+
+    def run(self, feeds: Seq[Feed]) -> torch.Tensor:
+        """See ``ModelDraft``."""
+        return feed(self.model, self.store, feeds, self.selector.select, self.layers)
 
     def bytes_read(self, length: int) -> int:
         """See ``Draft``."""
-        return self.selector.tokens_read(length) * self.store.bytes_per_token
+        all_layers = len(self.store.layers)
+        share = all_layers if self.layers is None else len(self.layers)
+        return self.selector.tokens_read(length) * self.store.bytes_per_token * share // all_layers

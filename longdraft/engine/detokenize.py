@@ -17,8 +17,8 @@ class Detokenizer:
     before it that made up the last piece of text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ids: Iterable[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, ids: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
         self._context = self._read = 0  # ids [context, read) are the last piece that is in ``text``
         self.text = ""
@@ -48,4 +48,6 @@ class Detokenizer:
 
     def _pieces(self) -> tuple[str, str]:
         last = self._ids[self._context : self._read]
-        return self._tokenizer.decode(last), self._tokenizer.decode(self._ids[self._context :])
+        ids = (last, self._ids[self._context :])
+        before, after = (self._tokenizer.decode(part, skip_special_tokens=self._skip) for part in ids)
+        return before, after

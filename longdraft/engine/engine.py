@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 
@@ -14,14 +13,15 @@ import torch
 from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, as_int
 from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
-from longdraft.drafts.registry import check
+from longdraft.drafts.small_model import DraftModel
 from longdraft.engine import stops
+from longdraft.engine.admission import check_ids, derived_seed, fit_prompt, resolve
 from longdraft.engine.decide import decide
 from longdraft.engine.detokenize import Detokenizer
 from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
 from longdraft.engine.stats import EngineStats
-from longdraft.errors import ContextLengthError, InvalidValueError
+from longdraft.errors import InvalidValueError
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
@@ -36,14 +36,16 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
+        draft_models: Mapping[str, Transformer] | None = None,
     ) -> None:
-        """``tokenizer`` is needed for requests with stop strings only."""
+        """``tokenizer`` is needed for requests with stop strings or bad words only; ``draft_models`` by name."""
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self._texts: dict[int, Detokenizer] = {}  # of unfinished requests with stop strings
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
-        self.scheduler = Scheduler(config, self.store)
-        self.runner = Runner(model, self.store)
+        small = {name: DraftModel(m, config.num_pages) for name, m in (draft_models or {}).items()}
+        self.runner = Runner(model, self.store, small)
+        self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release)
         self.stats = EngineStats()
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
         self._ids = count()
@@ -55,31 +57,35 @@ class Engine:
 
         ``max_tokens`` beyond the context limit is cut to it; a prompt that leaves no room for one token is refused.
         """
-        self._check_ids("prompt token ids", prompt_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        if params.stop and self.tokenizer is None:
-            raise InvalidValueError("stop", params.stop, "needs a tokenizer, and this model comes without one")
-        limit = self.config.max_tokens_per_request
-        if not prompt_ids:
-            raise InvalidValueError("prompt", list(prompt_ids), "must hold at least one token")
-        if len(prompt_ids) >= limit:
-            by = "max_model_len" if limit == self.config.max_model_len else "the size of the KV cache in tokens"
-            raise ContextLengthError(
-                "prompt length in tokens",
-                len(prompt_ids),
-                f"must leave room for one new token within {limit} ({by})",
-                "Shorten the prompt, or raise max_model_len and kv_cache_memory_bytes if the model allows it.",
-            )
-        request_id = next(self._ids)
-        seed = self._seed(request_id) if params.seed is None else params.seed
-        draft = None if draft is None else check(draft)
-        seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params, seed, limit, draft)
+        vocab = self.model.config.vocab_size
+        check_ids("prompt token ids", prompt_ids, vocab)
+        params = resolve(params, vocab, self.tokenizer)
+        ids = fit_prompt(prompt_ids, params, self.config)
+        limit, request_id = self.config.max_tokens_per_request, next(self._ids)
+        seed = derived_seed(self.config.seed, request_id) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        draft = None if draft is None else self.runner.check(draft)
+        seq = Sequence(request_id, ids, len(ids), params, seed, limit, draft, stop_ids)
         if params.max_tokens is not None:
-            seq.max_total = min(limit, len(prompt_ids) + params.max_tokens)
-        self._track(seq)
-        self.stats.prompt_tokens += len(prompt_ids)
-        self.scheduler.add(seq)
+            seq.max_total = min(limit, len(ids) + params.max_tokens)
+        self._queue(seq)
+        self.stats.prompt_tokens += len(ids)
         return request_id
+
+    def add_all(self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | None = None) -> list[int]:
+        """``add`` for each of the ``params.n`` completions; all but the first share its cached prompt.
+
+        The first completion is what ``n = 1`` gives; the others' seeds are derived from its seed.
+        """
+        first = self.sequence(self.add(prompt_ids, params, draft))
+        ids = [first.id]
+        for i in range(1, params.n):
+            seed = derived_seed(first.seed, i)
+            own = dataclasses.replace(first.params, prompt_logprobs=None)
+            child = dataclasses.replace(first, **_fresh(first), id=next(self._ids), params=own, seed=seed, source=first)
+            self._queue(child)
+            ids.append(child.id)
+        return ids
 
     def fork(self, request_id: int, *, seed: int | None = None, draft: DraftConfig | None = None) -> int:
         """Continue an unfinished request as a second one from its current state, sharing its cached pages.
@@ -90,20 +96,11 @@ class Engine:
         source = self.sequence(request_id)
         if seed is not None:
             seed = as_int("seed", seed, 0, MAX_SEED)
-        child = dataclasses.replace(
-            source,
-            id=next(self._ids),
-            ids=list(source.ids),
-            seed=source.seed if seed is None else seed,
-            draft=None if draft is None else check(draft),
-            held=False,
-            num_committed=0,
-            status=Status.WAITING,
-            stats=SequenceStats(),
-            logprobs=list(source.logprobs),
-        )
+        own_seed = source.seed if seed is None else seed
+        draft = None if draft is None else self.runner.check(draft)
+        child = dataclasses.replace(source, **_fresh(source), id=next(self._ids), seed=own_seed, draft=draft)
         self._track(child)
-        self.scheduler.fork(source, child)
+        self.scheduler.fork(source, child, source.num_committed)
         return child.id
 
     def abort(self, request_id: int) -> StepOutput:
@@ -158,20 +155,22 @@ class Engine:
         outputs = []
         for row, decision in zip(batch.rows, decisions, strict=True):
             text = self._texts.get(row.seq.id)
-            tokens, reason = stops.cut(row.seq, decision.tokens, self.eos_token_ids, text)
+            tokens, reason = stops.cut(row.seq, decision.tokens, text)
             row.seq.logprobs += decision.logprobs[: len(tokens)]
+            row.seq.prompt_logprobs += decision.prompt_logprobs
             if not batch.prefill:
                 # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
                 drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
                 row.seq.stats.count(drafted, min(decision.accepted, drafted), len(tokens))
-            error = None
-            if decision.broken and reason is None:
-                reason, error = "error", "the model's logits are not finite"
+            error = decision.error if reason is None else None
+            reason = "error" if error else reason
             self.scheduler.commit(row, tokens)
             if reason:
                 outputs.append(self._end(row.seq, tokens, reason, error))
             elif tokens:
                 outputs.append(StepOutput(row.seq, tokens))
+        if batch.prefill:
+            self.runner.follow(batch)
         return outputs
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
@@ -180,18 +179,25 @@ class Engine:
         self._texts.pop(seq.id, None)
         return StepOutput(seq, tokens, reason)
 
+    def _queue(self, seq: Sequence) -> None:
+        self._track(seq)
+        self.scheduler.add(seq)
+
     def _track(self, seq: Sequence) -> None:
         self._sequences[seq.id] = seq
         if seq.params.stop:
-            self._texts[seq.id] = Detokenizer(self.tokenizer, seq.output_ids)
+            skip = seq.params.skip_special_tokens
+            self._texts[seq.id] = Detokenizer(self.tokenizer, seq.output_ids, skip_special_tokens=skip)
 
-    def _check_ids(self, what: str, ids: Seq[int]) -> None:
-        vocab = self.model.config.vocab_size
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise InvalidValueError(what, token, f"must be integers from 0 to {vocab - 1} (the vocabulary)")
 
-    def _seed(self, request_id: int) -> int:
-        """A seed of its own for an unseeded request: the same each time the same engine does the same work."""
-        digest = hashlib.blake2b(f"{self.config.seed}/{request_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+def _fresh(seq: Sequence) -> dict[str, object]:
+    """Fields of a sequence that has the ids of ``seq`` and a life of its own before it."""
+    return {
+        "ids": list(seq.ids),
+        "held": False,
+        "num_committed": 0,
+        "status": Status.WAITING,
+        "stats": SequenceStats(),
+        "logprobs": list(seq.logprobs),
+        "prompt_logprobs": list(seq.prompt_logprobs),
+    }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 
 import torch
 
 from longdraft.config import DraftConfig
-from longdraft.core import Batch, Proposal, Row
+from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import make
+from longdraft.drafts.small_model import DraftModel
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
@@ -21,8 +23,9 @@ from longdraft.models.transformer import Transformer
 class Runner:
     """Runs batches of one model over one store, and the drafts that its sequences ask for."""
 
-    def __init__(self, model: Transformer, store: PagedStore) -> None:
-        self.model, self.store = model, store
+    def __init__(self, model: Transformer, store: PagedStore, small: Mapping[str, DraftModel] | None = None) -> None:
+        """``small``: models loaded to draft for ``model``, by name."""
+        self.model, self.store, self.small = model, store, dict(small or {})
         self._drafts: dict[DraftConfig, Draft] = {}
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
@@ -46,23 +49,53 @@ class Runner:
             log_q |= _by_row(proposal, [rows[i] for i in members])
         return replace(batch, rows=rows), log_q
 
+    def check(self, config: DraftConfig) -> DraftConfig:
+        """``config``, if such a draft can be made here; ``InvalidValueError`` otherwise."""
+        self.draft(config)
+        return config
+
     def draft(self, config: DraftConfig) -> Draft:
         """The draft object of a config, made when first asked for; γ and the rule are the rows' business."""
-        key = replace(config, gamma=1, sampling_rule="coupled")
+        key = _key(config)
         if key not in self._drafts:
-            self._drafts[key] = make(key, self.model, self.store)
+            self._drafts[key] = make(key, self.model, self.store, self.small)
         return self._drafts[key]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store."""
-        feeds = [Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits) for row in batch.rows]
+        feeds = [
+            Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
+        ]
         return feed(self.model, self.store, feeds)
+
+    def follow(self, batch: Batch) -> None:
+        """After a prefill step has been committed: let the drafts of its sequences take in what is final now."""
+        groups: dict[DraftConfig, list[Sequence]] = defaultdict(list)
+        for row in batch.rows:
+            if row.seq.draft and row.seq.status is Status.RUNNING:
+                groups[_key(row.seq.draft)].append(row.seq)
+        for config, seqs in groups.items():
+            self.draft(config).follow(seqs)
+
+    def fork(self, source: Sequence, child: Sequence) -> None:
+        """Let ``child`` share what its draft knows of ``source``, if that has the same draft."""
+        if child.draft and source.draft and _key(child.draft) == _key(source.draft):
+            self.draft(child.draft).fork(source, child)
+
+    def release(self, seq: Sequence) -> None:
+        """Let the drafts forget a sequence."""
+        for draft in self._drafts.values():
+            draft.release(seq.id)
 
     def _with_proposal(self, row: Row, tokens: list[int]) -> Row:
         """``row`` with the proposed tokens that there is room for, up to the first that the target does not know."""
         vocab = self.model.config.vocab_size
         kept = tuple(takewhile(lambda token: 0 <= token < vocab, tokens[: row.room]))
         return replace(row, proposal=kept, num_logits=row.num_logits + len(kept))
+
+
+def _key(config: DraftConfig) -> DraftConfig:
+    return replace(config, gamma=1, sampling_rule="coupled")
 
 
 def _by_row(proposal: Proposal, rows: list[Row]) -> dict[int, torch.Tensor]:

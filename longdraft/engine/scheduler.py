@@ -9,6 +9,7 @@ always fits alone (``EngineConfig.max_tokens_per_request``), so the oldest one a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from longdraft.config import EngineConfig
@@ -19,8 +20,17 @@ from longdraft.kv.store import PagedStore
 class Scheduler:
     """Queues, admission by pages, chunked prefill, preemption."""
 
-    def __init__(self, config: EngineConfig, store: PagedStore) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        store: PagedStore,
+        on_fork: Callable[[Sequence, Sequence], None] | None = None,
+        on_release: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """Who else keeps something by sequence is told when one shares the pages of another, or loses its own."""
         self.config, self.store = config, store
+        self._on_fork = on_fork or (lambda source, child: None)
+        self._on_release = on_release or (lambda seq: None)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
@@ -29,18 +39,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence can go on: unfinished and not held."""
-        return any(not seq.held for queue in (self.waiting, self.running) for seq in queue)
+        return any(_able(seq) for queue in (self.waiting, self.running) for seq in queue)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(seq)
 
-    def fork(self, source: Sequence, child: Sequence) -> None:
-        """Start ``child`` (same ids) beside ``source``, sharing what the cache holds of it."""
+    def fork(self, source: Sequence, child: Sequence, length: int) -> None:
+        """Start ``child`` beside ``source``, sharing the first ``length`` tokens of its cache."""
         if source.status is Status.RUNNING and len(self.running) < self.config.max_num_seqs:
-            self.store.fork(source.id, child.id, source.num_committed)
-            child.num_committed = source.num_committed
-            child.status = Status.RUNNING
+            self.store.fork(source.id, child.id, length)
+            child.num_committed, child.status = length, Status.RUNNING
+            self._on_fork(source, child)
             self.running.append(child)
         else:
             self.waiting.append(child)
@@ -67,7 +77,7 @@ class Scheduler:
             self.waiting.remove(seq)
         else:
             return
-        self.store.free(seq.id)
+        self._release(seq)
         seq.status, seq.finish_reason, seq.error = Status.FINISHED, reason, error
 
     def commit(self, row: Row, tokens: list[int]) -> None:
@@ -79,14 +89,18 @@ class Scheduler:
         seq = row.seq
         seq.num_committed += row.num_tokens + max(0, len(tokens) - 1)
         seq.ids.extend(tokens)
+        if seq.num_committed == seq.num_prompt:
+            self._share_prompts()  # at once: the sequence may end with this very step
         if row.room:
             self.store.truncate(seq.id, seq.num_committed)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages; it goes on from its ids when there is room again."""
         self.running.remove(seq)
-        self.store.free(seq.id)
+        self._release(seq)
         seq.num_committed = 0
+        if len(seq.prompt_logprobs) < seq.num_prompt - 1:
+            seq.prompt_logprobs.clear()  # it will pass there once more
         seq.status = Status.WAITING
         seq.stats.preemptions += 1
         self.num_preemptions += 1
@@ -111,6 +125,7 @@ class Scheduler:
 
     def _prefill_rows(self) -> list[Row]:
         budget, rows = self.config.max_num_batched_tokens, []
+        self._share_prompts()
         for seq in [s for s in self.running if not s.decoding and not s.held]:
             n = min(seq.num_pending, budget)
             if n and seq.status is Status.RUNNING and self._reserve(seq, n):
@@ -118,7 +133,7 @@ class Scheduler:
                 budget -= n
         rows = [row for row in rows if row.seq.status is Status.RUNNING]
         while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
-            seq = next((s for s in self.waiting if not s.held), None)
+            seq = next((s for s in self.waiting if _able(s)), None)
             if seq is None:
                 break
             # One page of headroom per running row: else it would be thrown out again at the next page border.
@@ -135,8 +150,23 @@ class Scheduler:
             budget -= n
         return rows
 
+    def _share_prompts(self) -> None:
+        """Start new sequences on their sources' cached prompts; the last token is fed again, to draw after it."""
+        for seq in [s for s in self.waiting if s.source and s.source.status is Status.RUNNING and _able(s)]:
+            fits = self.store.num_free_pages > len(self.running) < self.config.max_num_seqs
+            if fits and len(seq.ids) == seq.num_prompt:
+                self.waiting.remove(seq)
+                self.fork(seq.source, seq, seq.num_prompt - 1)
+
     def _chunk(self, seq: Sequence, n: int) -> Row:
-        return Row(seq, num_tokens=n, num_logits=int(n == seq.num_pending))
+        scored = 0
+        if seq.params.prompt_logprobs is not None and len(seq.prompt_logprobs) < seq.num_prompt - 1:
+            scored = min(n, seq.num_prompt - 1 - seq.num_committed)
+        return Row(seq, num_tokens=n, num_logits=int(n == seq.num_pending), num_scored=scored)
+
+    def _release(self, seq: Sequence) -> None:
+        self.store.free(seq.id)
+        self._on_release(seq)
 
     def _reserve(self, seq: Sequence, n: int) -> bool:
         """Room for ``n`` more tokens of ``seq``, taken from the latest arrivals if need be, at last from itself."""
@@ -146,3 +176,10 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
+
+
+def _able(seq: Sequence) -> bool:
+    """Whether ``seq`` can go on now: it is not held, and the prompt that it will share is filled or gone."""
+    source = seq.source
+    filling = source is not None and source.status is not Status.FINISHED and source.num_committed < seq.num_prompt
+    return not seq.held and not (filling and seq.status is Status.WAITING)

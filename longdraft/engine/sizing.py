@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,7 @@ def size_engine(
     kv_dtype: torch.dtype,
     device: torch.device,
     *,
+    draft: ModelConfig | None = None,
     max_model_len: int | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -62,13 +64,15 @@ def size_engine(
     """The engine's sizes, worked out before the weights are loaded.
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
+    A ``draft`` model's weights and cache take their share: each token may have its K and V in both.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
     block_size = as_int("block_size", block_size, 1, 4096)
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
-    page_bytes = kv_bytes_per_token(config, kv_dtype) * block_size
-    left = memory_left(config, dtype, device)
+    models = [config] if draft is None else [config, draft]
+    page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size
+    left = memory_left(models, dtype, device)
     if kv_cache_memory_bytes is None:
         memory = int(left * FREE_MEMORY_SHARE)
     else:
@@ -85,9 +89,9 @@ def size_engine(
     return EngineConfig(length, num_pages, max_num_seqs, max_num_batched_tokens, block_size, seed)
 
 
-def memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes free on the device once the weights are loaded; ``OutOfMemoryError`` where they do not fit."""
-    weights = sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes free on the device once all weights are loaded; ``OutOfMemoryError`` where they do not fit."""
+    weights = sum(math.prod(shape) for m in models for shape in expected_shapes(m).values()) * dtype.itemsize
     free = free_memory(device)
     if weights >= free:
         name, gib = str(dtype).removeprefix("torch."), 2**30

@@ -26,10 +26,20 @@ class Feed:
     start: int
     tokens: Sequence[int]
     num_logits: int  # logits are wanted for so many of the last tokens
+    num_first: int = 0  # and for so many of the first ones
 
 
-def feed(model: Transformer, store: PagedStore, feeds: Sequence[Feed], select: Select | None = None) -> torch.Tensor:
-    """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view."""
+def feed(
+    model: Transformer,
+    store: PagedStore,
+    feeds: Sequence[Feed],
+    select: Select | None = None,
+    layers: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view.
+
+    Only ``layers`` run, where they are given; the caches of the others stay as they are.
+    """
     ids: list[int] = []
     positions: list[int] = []
     starts, logits_at, slots = [0], [], []
@@ -39,11 +49,12 @@ def feed(model: Transformer, store: PagedStore, feeds: Sequence[Feed], select: S
         positions.extend(range(f.start, stop))
         slots.append(store.slots(f.row, f.start, stop))
         starts.append(len(ids))
-        logits_at.extend(range(len(ids) - f.num_logits, len(ids)))
+        first = len(ids) - len(f.tokens)
+        logits_at.extend([*range(first, first + f.num_first), *range(len(ids) - f.num_logits, len(ids))])
     view: KVView = store.view([f.row for f in feeds], [f.start + len(f.tokens) for f in feeds])
     view = select(view) if select else view
     plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device))
     ids_t, positions_t, at_t = (
         torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
     )
-    return model.forward(ids_t, positions_t, plan, store.layers, at_t)
+    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers)

@@ -67,13 +67,14 @@ class Transformer:
         plan: AttnPlan,
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,  # [R] flat tokens whose next-token logits are wanted
+        layers: Sequence[int] | None = None,  # those to run, in order; None: all
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
         attention = self._attention(plan, self.layout, self.spec)
         rotary = self._rotary.lookup(positions, int(plan.view.lens.max()))
         x = self.embedding[ids].to(self.spec.compute_dtype)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x = layer(x, rotary, plan, layer_kv, attention, self.layout)
+        for i in range(len(self.layers)) if layers is None else layers:
+            x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
         return self.head(self.norm(x[logits_at]))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from longdraft import LLM, DraftConfig, SamplingParams
 from longdraft.compare import compare
+from longdraft.core import Place, Sequence
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, forced_logits, margin, rounding, tier
 from tests.e2e.test_cli import longdraft
@@ -69,12 +70,15 @@ def test_a_draft_of_the_llm_shows_in_the_statistics(folder, llm):
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        ("nonsense", "kv is 'nonsense'.*streaming_llm"),
-        ({"kv": "full", "size": 3}, "fields weights, kv, budget"),
+        ("nonsense", "draft is 'nonsense'.*streaming_llm"),
+        ({"kv": "full", "size": 3}, "fields weights, layers, kv"),
         ({"gamma": 0}, "gamma is 0"),
         ({"budget": -1}, "budget is -1"),
         ({"sampling_rule": "loose"}, "coupled, maximal"),
-        ({"weights": "other"}, "weights is 'other'"),
+        ({"weights": ""}, "weights is ''"),
+        ({"layers": "some"}, "layers is 'some'"),
+        ({"layers": "first:9"}, "layers is 'first:9'.*3 layers"),
+        ({"weights": "ngram", "layers": "first:1"}, "layers is 'first:1'"),
         (5, "draft is 5"),
     ],
 )
@@ -91,21 +95,25 @@ def test_tiers(folder, llm):
     assert tier(small.model) == "near-tie"
 
 
+def place(ids, params):
+    return Place(Sequence(0, ids, len(ids), params, params.seed or 0, len(ids) + 1))
+
+
 def test_margins(llm):
     """What may be certified: only tokens that are themselves next to the best one."""
     ids = PROMPTS[1]
     logits = forced_logits(llm.model, [ids], 1)[0]
     (best, second), (i, j) = (x.tolist() for x in logits.topk(2))
     worst = int(logits.argmin())
-    assert margin(llm.model, ids, PARAMS[0], 0, [i], 0.0) == 0
-    assert margin(llm.model, ids, PARAMS[0], 0, [i, j], 0.0) == pytest.approx(best - second)
-    assert margin(llm.model, ids, PARAMS[0], 0, [i, worst], 0.0) == pytest.approx(best - float(logits.min()))
+    assert margin(llm.model, place(ids, PARAMS[0]), [i], 0.0) == 0
+    assert margin(llm.model, place(ids, PARAMS[0]), [i, j], 0.0) == pytest.approx(best - second)
+    assert margin(llm.model, place(ids, PARAMS[0]), [i, worst], 0.0) == pytest.approx(best - float(logits.min()))
     for temperature in (0.01, 1.0):
         params = SamplingParams(temperature=temperature, seed=3)
         drawn = llm.generate([ids], SamplingParams(temperature=temperature, seed=3, max_tokens=1))[0]
         token = drawn.outputs[0].token_ids[0]
-        assert margin(llm.model, ids, params, 3, [token], 0.0) == 0
-        assert margin(llm.model, ids, params, 3, [worst], 0.0) > 0
+        assert margin(llm.model, place(ids, params), [token], 0.0) == 0
+        assert margin(llm.model, place(ids, params), [worst], 0.0) > 0
 
 
 def test_margins_at_the_border_of_a_filter(llm):
@@ -114,8 +122,8 @@ def test_margins_at_the_border_of_a_filter(llm):
     logits = forced_logits(llm.model, [ids], 1)[0]
     values, order = logits.topk(4)
     gap = float(values[1] - values[2])
-    assert margin(llm.model, ids, params, 1, [int(order[2])], 0.5 * gap) == float("inf")
-    assert margin(llm.model, ids, params, 1, [int(order[2])], 1.01 * gap) < float("inf")
+    assert margin(llm.model, place(ids, params), [int(order[2])], 0.5 * gap) == float("inf")
+    assert margin(llm.model, place(ids, params), [int(order[2])], 1.01 * gap) < float("inf")
 
 
 def test_certificates(llm):

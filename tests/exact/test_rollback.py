@@ -211,4 +211,4 @@ def test_a_selected_view_shares_the_targets_tensors(tiny, monkeypatch):
     monkeypatch.setattr(Transformer, "forward", lambda self, *a: seen.add(id(a[3])) or forward(self, *a))
     finish(engine)
     assert seen == {id(engine.store.layers)}
-    assert set(vars(engine.runner.draft(config))) == {"model", "store", "selector"}
+    assert set(vars(engine.runner.draft(config))) == {"model", "store", "selector", "layers"}

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import SamplingParams
 from longdraft.config import DraftConfig
-from longdraft.drafts.base import DraftRow
+from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import SELECTORS, make
 from longdraft.errors import ContextLengthError
 from longdraft.kv.select.streaming_llm import StreamingLLM
@@ -220,7 +220,7 @@ def test_exactly_as_many_tokens_as_asked_for(tiny, name):
 # --- O11
 
 
-class Forced:
+class Forced(Draft):
     """Another draft, cut to a length of its own for each request that changes every round."""
 
     def __init__(self, inner, lengths):

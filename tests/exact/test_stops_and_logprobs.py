@@ -146,7 +146,7 @@ def test_a_stop_string_of_several_bytes(tiny, byte_level):
 
     ids = byte_level.encode("일 한국")
     seq = Sequence(0, [1], 1, SamplingParams(stop="한", max_tokens=99), seed=0, max_total=99)
-    kept, reason = cut(seq, ids, frozenset(), Detokenizer(byte_level))
+    kept, reason = cut(seq, ids, Detokenizer(byte_level))
     assert (kept, reason, seq.stop_text) == (ids[:7], "stop", "일 ")
 
 

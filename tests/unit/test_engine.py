@@ -39,8 +39,8 @@ def test_an_eos_ends_the_request_where_it_appears(tiny, m):
     ],
 )
 def test_a_run_of_tokens_is_cut_at_its_end(tokens, cap, kept, reason):
-    seq = Sequence(0, [0, 0, 0], 3, SamplingParams(), seed=0, max_total=3 + cap)
-    assert cut(seq, tokens, frozenset({9})) == (kept, reason)
+    seq = Sequence(0, [0, 0, 0], 3, SamplingParams(), seed=0, max_total=3 + cap, stop_ids=frozenset({9}))
+    assert cut(seq, tokens) == (kept, reason)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(58, 6), (62, 2), (63, 1)])

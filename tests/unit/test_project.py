@@ -24,7 +24,10 @@ LAYERS = [
     {"engine"},
     {"exactness"},
     {"prompts"},
+    {"request"},
+    {"llm_draft"},
     {"llm"},
+    {"async_llm"},
     {"compare"},
     {"cli"},
 ]

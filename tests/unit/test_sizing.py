@@ -71,9 +71,9 @@ def test_the_default_is_a_share_of_what_the_weights_leave(monkeypatch):
     config, cpu = tiny_config(), torch.device("cpu")
     weights = 4 * sum(t.numel() for t in map(RandomWeights(config).load, RandomWeights(config).shapes()))
     monkeypatch.setattr(sizing, "free_memory", lambda device: weights + 1000)
-    assert sizing.memory_left(config, torch.float32, cpu) == 1000
+    assert sizing.memory_left([config], torch.float32, cpu) == 1000
     with pytest.raises(OutOfMemoryError, match="float64.*bfloat16"):
-        sizing.memory_left(config, torch.float64, cpu)
+        sizing.memory_left([config], torch.float64, cpu)
 
 
 @pytest.mark.parametrize(("limit", "used", "free"), [("1000", "400", 600), ("max", "400", None), ("100", "400", 0)])

@@ -14,8 +14,6 @@ import torch
 from longdraft.kv.select.base import Selector
 from longdraft.view import TableView
 
-SINKS = 16
-
 
 def window_start(lens: torch.Tensor, budget: int, sinks: int) -> torch.Tensor:
     """First token of the window, ``[B]``: it takes what ``sinks`` leave of the budget, and never overlaps them."""
@@ -24,12 +22,15 @@ def window_start(lens: torch.Tensor, budget: int, sinks: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StreamingLLM(Selector):
-    """Tokens ``[0, sinks) ∪ [start, len)`` with ``sinks + (len − start) = budget`` once a row is longer than that."""
+    """Tokens ``[0, sinks) ∪ [start, len)`` with ``sinks + (len − start) = budget`` once a row is longer than that.
 
-    @property
-    def sinks(self) -> int:
-        """At most 16, and at most half of the budget."""
-        return min(SINKS, self.budget // 2)
+    Sinks take at most half of the budget.
+    """
+
+    sinks: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sinks", min(self.sinks, self.budget // 2))
 
     def select(self, view: TableView) -> TableView:
         """See ``Selector``."""

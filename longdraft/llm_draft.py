@@ -1,0 +1,49 @@
+"""What ``LLM(draft=...)`` may be, and how a draft model is found and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longdraft.checkpoint.base import Checkpoint
+from longdraft.checkpoint.bundled import NAME as BUNDLED
+from longdraft.checkpoint.load import HUB_ID, load_checkpoint
+from longdraft.checkpoint.pairing import check_pair
+from longdraft.config import DraftConfig
+from longdraft.drafts.registry import NAMED, check
+from longdraft.errors import InvalidValueError
+
+Draft = DraftConfig | str | Mapping[str, Any] | None
+
+
+def resolve_draft(draft: Draft) -> DraftConfig | None:
+    """The config that ``LLM(draft=...)`` stands for; ``InvalidValueError`` for names and fields that do not exist."""
+    if draft is None or isinstance(draft, DraftConfig):
+        return None if draft is None else check(draft)
+    if isinstance(draft, (str, Path)):
+        return NAMED.get(str(draft)) or DraftConfig(weights=_model_name(str(draft)))
+    if not isinstance(draft, Mapping):
+        raise InvalidValueError("draft", draft, "must be a DraftConfig, a name, a model's path, a mapping, or None")
+    try:
+        return check(DraftConfig(**draft))
+    except TypeError as error:
+        names = ", ".join(DraftConfig.__dataclass_fields__)
+        raise InvalidValueError("draft", dict(draft), f"may have the fields {names}") from error
+
+
+def _model_name(name: str) -> str:
+    """``name``, if it can be a model's; else it was meant to be a draft's."""
+    if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or Path(name).expanduser().exists():
+        return name
+    raise InvalidValueError("draft", name, f"must be one of {', '.join(NAMED)}, or a model's path or name")
+
+
+def load_draft(name: str, target: Checkpoint, download: bool) -> Checkpoint:
+    """The checkpoint of a small model that shall draft for ``target``.
+
+    Raises what ``load_checkpoint`` raises, and ``VocabularyMismatchError`` unless both have the same tokenizer.
+    """
+    draft = load_checkpoint(name, download=download)
+    check_pair(target, draft)
+    return draft
