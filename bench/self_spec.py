@@ -13,6 +13,7 @@ import argparse
 import json
 import lzma
 import time
+from dataclasses import replace
 from importlib.resources import files
 from itertools import product
 
@@ -20,6 +21,7 @@ from longdraft import LLM, DraftConfig, SamplingParams
 from longdraft.core import Sequence, Status, sum_by_position
 from longdraft.drafts.base import DraftRow
 from longdraft.exactness import certify, rounding
+from longdraft.llm_draft import resolve_draft
 
 
 def windows(llm: LLM, length: int) -> list[list[int]]:
@@ -72,12 +74,12 @@ def measure(llm: LLM, length: int, temperature: float, args: argparse.Namespace)
     epsilon = 4 * rounding(llm.model, [seq.ids for seq in plain])
     rows = []
     for kv, budget in product(args.draft, args.budget):
-        rate = first_position(llm, parents, DraftConfig(kv=kv, budget=budget))
+        rate = first_position(llm, parents, replace(resolve_draft(kv), budget=budget))
         row = {"length": length, "temperature": temperature, "draft": kv, "budget": budget, "first_position": rate}
         print(row, flush=True)
         rows.append(row)
     for kv, budget, gamma in product(args.draft, args.budget, args.gamma):
-        forks, seconds = decode(llm, parents, DraftConfig(kv=kv, budget=budget, gamma=gamma))
+        forks, seconds = decode(llm, parents, replace(resolve_draft(kv), budget=budget, gamma=gamma))
         found = []
         for parent, a, b in zip(parents, plain, forks, strict=True):
             outputs = (a.output_ids, b.output_ids)

@@ -8,16 +8,21 @@ from longdraft.config import DraftConfig
 from longdraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from longdraft.async_llm import AsyncLLM
     from longdraft.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DraftConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "DraftConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """``LLM`` brings in torch, which takes seconds: imported when first asked for, so that ``--help`` is quick."""
+    """``LLM`` and ``AsyncLLM`` bring in torch, which takes seconds: imported when first asked for, for a quick help."""
     if name == "LLM":
         from longdraft.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from longdraft.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

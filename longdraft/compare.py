@@ -135,15 +135,16 @@ def compare(
         raise InvalidValueError("unfinished requests", engine.num_unfinished, "must be 0 while decoding is compared")
     plain, speculative = Group("plain", []), Group("speculative", [])
     try:
-        before = engine.stats.prefill_s
+        before, draft_before = engine.stats.prefill_s, engine.stats.draft_prefill_s
         for ids in prompts:
-            plain.sequences.append(engine.sequence(engine.add(ids, params)))
-        _prefill(llm, plain, report)
-        prefill_s = engine.stats.prefill_s - before
-        for seq in plain.sequences:
+            speculative.sequences.append(engine.sequence(engine.add(ids, params, draft)))
+        _prefill(llm, speculative, report)
+        draft_s = engine.stats.draft_prefill_s - draft_before
+        prefill_s = engine.stats.prefill_s - before - draft_s
+        for seq in speculative.sequences:
             done = seq.status is Status.FINISHED
-            speculative.sequences.append(seq if done else engine.sequence(engine.fork(seq.id, draft=draft)))
-        _hold(llm, speculative, True)
+            plain.sequences.append(seq if done else engine.sequence(engine.fork(seq.id)))
+        _hold(llm, plain, True)
         total = sum(seq.max_total - seq.num_prompt for seq in plain.sequences)
         while plain.running or speculative.running:
             for group in (plain, speculative):
@@ -152,7 +153,7 @@ def compare(
     finally:
         for seq in plain.running + speculative.running:
             engine.abort(seq.id)
-    return _compared(llm, plain, speculative, params, draft, prefill_s)
+    return _compared(llm, plain, speculative, params, draft, (prefill_s, draft_s))
 
 
 def _hold(llm: LLM, group: Group, held: bool) -> None:
@@ -184,7 +185,12 @@ def _turn(llm: LLM, group: Group) -> None:
 
 
 def _compared(
-    llm: LLM, plain: Group, speculative: Group, params: SamplingParams, draft: DraftConfig, prefill_s: float
+    llm: LLM,
+    plain: Group,
+    speculative: Group,
+    params: SamplingParams,
+    draft: DraftConfig,
+    prefill_s: tuple[float, float],  # the target's, and what the draft took besides
 ) -> Comparison:
     exactness = tier(llm.model, draft, greedy=params.greedy)
     differing = [
@@ -204,8 +210,8 @@ def _compared(
             {"prompt": i, **(found or {"position": len(a.output_ids), "margin": None, "near_tie": False})}
         )
     return Comparison(
-        plain=plain.figures(prefill_s),
-        speculative=speculative.figures(prefill_s) | _draft_bytes(llm, draft, speculative.sequences),
+        plain=plain.figures(prefill_s[0]),
+        speculative=speculative.figures(sum(prefill_s)) | _draft_bytes(llm, draft, speculative.sequences),
         prompts=[seq.ids[: seq.num_prompt] for seq in plain.sequences],
         texts=[output_text(llm.tokenizer, seq) for seq in speculative.sequences],
         exactness=exactness,

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from numbers import Integral, Real
 from os import PathLike
+from pathlib import PurePath
 
 from longdraft.errors import InvalidValueError
 
@@ -65,6 +66,15 @@ class DraftConfig:
         if self.sampling_rule not in SAMPLING_RULES:
             limit = f"must be one of {', '.join(SAMPLING_RULES)}"
             raise InvalidValueError("sampling_rule", self.sampling_rule, limit)
+
+    @property
+    def label(self) -> str:
+        """The draft in a few words, for reports."""
+        if self.weights == "ngram":
+            return "ngram"
+        who = PurePath(self.weights).name if self.own_model else "" if self.layers == "all" else f"layers {self.layers}"
+        read = self.kv if self.kv == "full" else f"{self.kv}, budget {self.budget}"
+        return f"{who} over {read}" if who else read
 
     @property
     def own_model(self) -> bool:

@@ -202,6 +202,10 @@ class LLM:
         """End a request now, free its cache, and tell it so; one that has ended is fine."""
         running = [seq for seq in request.sequences if seq.status is not Status.FINISHED]
         self._deliver([self.engine.abort(seq.id) for seq in running])
+        for seq in request.sequences:  # one that ended in a step that failed later was never delivered
+            self._requests.pop(seq.id, None)
+        for seq in request.sequences:  # also those that were ended behind our back
+            self._requests.pop(seq.id, None)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:

@@ -75,13 +75,13 @@ class Request:
         if self.sink is None:
             return
         seq, reason = output.seq, output.finish_reason
-        text = self._texts[seq.id]
+        text = self._texts.pop(seq.id) if reason else self._texts[seq.id]
         shown = text.finish(output_text(self.tokenizer, seq)) if reason else text.push(output.tokens)
         logprobs = None
         if seq.params.logprobs is not None:
             count = len(seq.output_ids) - len(output.tokens)
             logprobs = [self._decoded(entry) for entry in seq.logprobs[count:]]
-        result = self.result() if self.done else None
+        result = None if self._texts else self.result()  # several may end in one step: with the last of them
         index = self.sequences.index(seq)
         self.sink(StreamOutput(index, shown, output.tokens, logprobs, reason, seq.error, result))
 

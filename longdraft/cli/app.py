@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from longdraft import __version__
-from longdraft.cli import demo, doctor, generate, verify
+from longdraft.cli import chat, demo, doctor, generate, verify
 from longdraft.errors import LongDraftError
 
-EPILOG = "Try: longdraft demo · longdraft generate 'Once upon a time' · longdraft doctor"
+EPILOG = "Try: longdraft demo · longdraft generate 'Once upon a time' · longdraft chat · longdraft doctor"
 
 app = typer.Typer(
     name="longdraft",
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command(name="demo")(demo.demo)
 app.command(name="generate")(generate.generate)
+app.command(name="chat")(chat.chat)
 app.command(name="verify")(verify.verify)
 app.command(name="doctor")(doctor.doctor)
 

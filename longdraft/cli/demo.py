@@ -21,7 +21,8 @@ def demo(
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 4000,
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    draft: drafting.Kv = "streaming_llm",
+    draft: drafting.Name = "streaming_llm",
+    kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     gamma: drafting.Gamma = 3,
     sampling_rule: drafting.Rule = "coupled",
@@ -46,9 +47,9 @@ def demo(
     from longdraft.sampling_params import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    config = drafting.require_draft(drafting.draft_config(draft, budget, gamma, sampling_rule))
+    config = drafting.require_draft(drafting.draft_config(draft, budget, gamma, sampling_rule, kv))
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
-    llm = options.make_llm(model, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
+    llm = options.make_llm(model, draft=config, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")

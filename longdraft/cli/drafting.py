@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,8 +14,12 @@ from longdraft.errors import InvalidValueError
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
+NAMES = "streaming_llm, full, layer_skip, ngram"
+Name = Annotated[
+    str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
+]
 Kv = Annotated[
-    str, typer.Option("--draft", help="What the draft reads of the cache: streaming_llm or full; off for none.")
+    str | None, typer.Option("--kv", help="What a draft with a model reads of its cache: streaming_llm or full.")
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]
 Gamma = Annotated[int, typer.Option(help="Most tokens proposed per verify pass.")]
@@ -23,13 +28,15 @@ Rule = Annotated[
 ]
 
 
-def draft_config(kv: str, budget: int, gamma: int, rule: str) -> DraftConfig | None:
+def draft_config(name: str, budget: int, gamma: int, rule: str, kv: str | None = None) -> DraftConfig | None:
     """The draft that the options describe; ``None`` for ``off``. Unknown names are refused."""
-    if kv == "off":
+    if name == "off":
         return None
     from longdraft.drafts.registry import check
+    from longdraft.llm_draft import resolve_draft
 
-    return check(DraftConfig(kv=kv, budget=budget, gamma=gamma, sampling_rule=rule))
+    base = resolve_draft(name)
+    return check(replace(base, kv=kv or base.kv, budget=budget, gamma=gamma, sampling_rule=rule))
 
 
 def require_draft(draft: DraftConfig | None) -> DraftConfig:
@@ -42,7 +49,7 @@ def require_draft(draft: DraftConfig | None) -> DraftConfig:
 def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, object]) -> Table:
     """Plain beside speculative."""
     plain, fast = result.plain, result.speculative
-    out = Table(title=f"{draft.kv}, budget {draft.budget}, gamma {draft.gamma}", title_justify="left")
+    out = Table(title=f"{draft.label}, gamma {draft.gamma}", title_justify="left")
     for name in ("", "plain", "speculative"):
         out.add_column(name, justify="left" if not name else "right", style="bold" if not name else None)
     both = (plain, fast)
@@ -56,7 +63,10 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
     out.add_row("KV of the draft's own", "", f"{extra:.1f} MiB")
     out.add_row("acceptance by position", "", " ".join(f"{x:.2f}" for x in fast["acceptance_by_position"]))
     out.add_row("speed", "1", f"{result.ratio:.2f} x")
-    out.add_row("prefill, shared", f"{plain['prefill_s']:.1f} s", "")
+    draft_fill = fast["prefill_s"] - plain["prefill_s"]
+    out.add_row(
+        "prefill, shared", f"{plain['prefill_s']:.1f} s", f"{draft_fill:.1f} s more" if draft_fill > 0.05 else ""
+    )
     out.add_row("output", "", verdict(result))
     out.add_row("exactness", "", result.exactness)
     kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.cli import drafting, options
+from longdraft.cli import drafting, options, sampling
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -32,14 +31,20 @@ def generate(
     tokenizer: options.TokenizerFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user's message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that hold this much probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output repeatable. Left out: a new one.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="No end before so many new tokens.")] = 0,
+    n: Annotated[int, typer.Option("-n", "--n", help="Completions per prompt, each with a seed of its own.")] = 1,
+    temperature: sampling.Temperature = None,
+    top_k: sampling.TopK = None,
+    top_p: sampling.TopP = None,
+    min_p: sampling.MinP = None,
+    repetition_penalty: sampling.Repetition = None,
+    presence_penalty: sampling.Presence = 0.0,
+    frequency_penalty: sampling.Frequency = 0.0,
+    seed: sampling.Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
-    draft: drafting.Kv = "off",
+    draft: drafting.Name = "off",
+    kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     gamma: drafting.Gamma = 4,
     sampling_rule: drafting.Rule = "coupled",
@@ -57,25 +62,12 @@ def generate(
 ) -> None:
     """Complete prompts. Text goes to stdout; progress and figures go to stderr."""
     from longdraft.cli.progress import Progress, track
-    from longdraft.sampling_params import SamplingParams
 
-    if temperature > 0 and seed is None:
-        seed = secrets.randbelow(2**31)
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        stop=tuple(stop or ()),
-    )
-    if params.greedy and (top_k > 0 or top_p < 1 or min_p > 0 or seed is not None):
-        typer.secho("note: at temperature 0 the other sampling options change nothing", fg="yellow", err=True)
-    config = drafting.draft_config(draft, budget, gamma, sampling_rule)
+    config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv)
     if compare:
         drafting.require_draft(config)
+        if n > 1:
+            raise InvalidValueError("--n", n, "must be 1 with --compare")
     prompts = read_prompts(prompt, file or [])
     llm = options.make_llm(
         model,
@@ -90,20 +82,36 @@ def generate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         download=download,
     )
+    params = sampling.sampling_params(
+        llm,
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
+    )
     sources, texts = zip(*prompts, strict=True)
     if compare:
         _compare(llm, list(sources), list(texts), params, config, chat, json)
         return
     with Progress() as progress:
-        on_step = track(progress, len(texts) * max_tokens)
+        on_step = track(progress, len(texts) * n * max_tokens)
         if chat:
             results = llm.chat([[{"role": "user", "content": text}] for text in texts], params, on_step=on_step)
         else:
             results = llm.generate(texts, params, on_step=on_step)
-    _show(llm, list(zip(sources, results, strict=True)), seed, json, stats)
-    failed = [result.outputs[0].error for result in results if result.outputs[0].error]
+    _show(llm, list(zip(sources, results, strict=True)), params.seed, json, stats)
+    failed = [output.error for result in results for output in result.outputs if output.error]
     if failed:
-        typer.secho(f"error: {len(failed)} of {len(results)} requests failed: {failed[0]}", fg="red", err=True)
+        typer.secho(f"error: {len(failed)} of {n * len(results)} completions failed: {failed[0]}", fg="red", err=True)
         raise typer.Exit(1)
 
 
@@ -191,20 +199,24 @@ def _show(llm: LLM, results: list[tuple[str, RequestOutput]], seed: int | None, 
         rows = [
             {
                 "source": source,
-                "text": result.text,
-                "token_ids": result.outputs[0].token_ids,
-                "finish_reason": result.outputs[0].finish_reason,
-                "error": result.outputs[0].error,
+                "index": output.index,
+                "text": output.text,
+                "token_ids": output.token_ids,
+                "finish_reason": output.finish_reason,
+                "error": output.error,
                 "prompt_tokens": result.stats.prompt_tokens,
             }
             for source, result in results
+            for output in result.outputs
         ]
         print(jsonlib.dumps({**where, "seed": seed, "results": rows, "speculative" if llm.draft else "plain": run}))
         return
-    for source, result in results:
-        if len(results) > 1:
-            typer.echo(f"--- {source} ({result.outputs[0].finish_reason})")
-        typer.echo(result.text)
+    shown = [(source, output) for source, result in results for output in result.outputs]
+    for source, output in shown:
+        if len(shown) > 1:
+            number = f", completion {output.index + 1}" if len(shown) > len(results) else ""
+            typer.echo(f"--- {source}{number} ({output.finish_reason})")
+        typer.echo(output.text)
     if stats:
         if seed is not None:
             where = {**where, "seed": seed}

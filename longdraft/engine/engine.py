@@ -170,7 +170,9 @@ class Engine:
             elif tokens:
                 outputs.append(StepOutput(row.seq, tokens))
         if batch.prefill:
+            started = time.perf_counter()
             self.runner.follow(batch)
+            self.stats.draft_prefill_s += time.perf_counter() - started
         return outputs
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:

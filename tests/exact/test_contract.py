@@ -1,0 +1,471 @@
+"""Every parameter of a request under every draft: what plain decoding returns, and what the parameter's words say."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.config import DraftConfig, EngineConfig
+from longdraft.engine.engine import Engine
+from longdraft.models.registry import RandomWeights, tiny_config
+from longdraft.models.transformer import Transformer
+from longdraft.sampling_params import SamplingParams
+from tests.conftest import run
+from tests.exact.fake_drafts import FAKES, install, slot
+
+VOCAB, PAGE = 128, 16
+GAMMAS = range(1, 9)
+DRAFTS = {
+    "streaming": DraftConfig(kv="streaming_llm", budget=16, sinks=4),
+    "full": DraftConfig(kv="full"),
+    "every:2": DraftConfig(layers="every:2", budget=16, sinks=4),
+    "first:2": DraftConfig(layers="first:2", kv="full"),
+    "ngram": DraftConfig(weights="ngram"),
+    "self": DraftConfig(weights="self", kv="full"),
+    "self-streaming": DraftConfig(weights="self", budget=16, sinks=4),
+    "small": DraftConfig(weights="small", kv="full"),
+    "small-streaming": DraftConfig(weights="small", budget=16, sinks=4),
+    "wide": DraftConfig(weights="wide", budget=16, sinks=4),
+    **{f"fake-{name}": slot(name) for name in FAKES},
+}
+NOISY, CONTROL, EOS = "fake-noisy", 34, 39  # CONTROL is a control token of the tokenizer, EOS ends a text
+
+
+# --- engines, and requests run to their end
+
+
+def letters() -> Tokenizer:
+    """128 tokens of one to three letters and a capital, one of them a control token."""
+    names = [chr(97 + i % 26) * (1 + i % 3) + chr(65 + i // 26) for i in range(VOCAB)]
+    backend = Backend(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([names[CONTROL]])
+    return Tokenizer(backend)
+
+
+class Kit:
+    """A target with a tokenizer, an end-of-sequence token and small models, which makes engines on demand."""
+
+    def __init__(self, model):
+        self.model, self.tokenizer = model, letters()
+        self.small = {"self": model, "small": self.one_layer(120), "wide": self.one_layer(136)}
+
+    @staticmethod
+    def one_layer(vocab):
+        config = tiny_config(num_layers=1, vocab_size=vocab, max_position_embeddings=64)
+        return Transformer(config, RandomWeights(config, seed=2), dtype=torch.float64)
+
+    def engine(self, **sizes):
+        sizes = {"max_model_len": 256, "num_pages": 400, "max_num_batched_tokens": 64} | sizes
+        return install(Engine(self.model, EngineConfig(**sizes), (EOS,), self.tokenizer, self.small))
+
+    def alone(self, prompt, params, draft=None, **sizes):
+        """The completions of one request in an engine of its own."""
+        return self.batch([(prompt, params)], [draft], **sizes)[0]
+
+    def batch(self, requests, drafts=None, **sizes):
+        """The completions of each request = (prompt, params), all run together; ``drafts``: one for each, or None."""
+        engine = self.engine(**sizes)
+        drafts = drafts or [None] * len(requests)
+        ids = [engine.add_all(list(p), q, d) for (p, q), d in zip(requests, drafts, strict=True)]
+        seqs = [[engine.sequence(i) for i in own] for own in ids]
+        drain(engine)
+        return seqs
+
+    def text(self, ids, **kwargs):
+        return self.tokenizer.decode(ids, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def kit(tiny):
+    return Kit(tiny)
+
+
+def drain(engine):
+    """Run to the end; afterwards nothing is left of anybody."""
+    outputs = list(run(engine))
+    check_nothing_left(engine)
+    return outputs
+
+
+def check_nothing_left(engine):
+    assert engine.num_unfinished == 0
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert not engine._texts
+    for store in (engine.store, *(small.store for small in engine.runner.small.values())):
+        store.check_integrity()
+        assert store.num_free_pages == store.num_pages
+    for draft in engine.runner._drafts.values():
+        assert not getattr(draft, "_states", None)
+
+
+def summary(seq):
+    return seq.output_ids, seq.finish_reason, seq.stop_text, seq.error
+
+
+def check_same(got, want):
+    """Two sequences returned the same: ids, reason, text before a stop, error, log-probabilities and ranks."""
+    assert summary(got) == summary(want)
+    check_same_logprobs(got.logprobs, want.logprobs)
+    check_same_logprobs(got.prompt_logprobs, want.prompt_logprobs)
+
+
+def check_same_logprobs(got, want):
+    assert [list(entry) for entry in got] == [list(entry) for entry in want]
+    for ours, theirs in zip(got, want, strict=True):
+        assert [x.rank for x in ours.values()] == [x.rank for x in theirs.values()]
+        assert [x.logprob for x in ours.values()] == pytest.approx([x.logprob for x in theirs.values()], abs=1e-10)
+
+
+def check_all_same(got, want):
+    for ours, theirs in zip(got, want, strict=True):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            check_same(*pair)
+
+
+def with_gamma(name, gamma):
+    return replace(DRAFTS[name], gamma=gamma)
+
+
+def random_ids(rng, n):
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def prompt_of(n, seed=0):
+    return random_ids(random.Random(1000 * seed + n), n)
+
+
+def speculated(seqs):
+    """How many tokens were proposed and accepted for all these completions."""
+    each = [seq.stats for completions in seqs for seq in completions]
+    return tuple(sum(sum(getattr(x, what)) for x in each) for what in ("drafted", "accepted"))
+
+
+# --- (a) every parameter × every draft × every γ
+
+
+def push_away(ids, logits):
+    """Steers away from the last three tokens, and a little towards the next multiple of their sum."""
+    logits = logits.clone()
+    logits[ids[-3:]] -= 4
+    logits[sum(ids[-3:]) % VOCAB] += 2
+    return logits
+
+
+def by_prompt(prompt, ids, logits):
+    """Depends on the prompt and on how many tokens there are."""
+    return logits.roll(1) * 0.5 + logits if (len(ids) + len(prompt)) % 3 else logits
+
+
+KINDS = {  # what a request asks for, given the plain output for its prompt
+    "nothing": lambda out, text: {},
+    "no seed": lambda out, text: {"seed": None},
+    "top_p": lambda out, text: {"top_p": 0.7},
+    "top_k": lambda out, text: {"top_k": 6},
+    "min_p": lambda out, text: {"min_p": 0.1},
+    "repetition": lambda out, text: {"repetition_penalty": 1.3},
+    "presence": lambda out, text: {"presence_penalty": 1.9},
+    "frequency": lambda out, text: {"frequency_penalty": 1.7},
+    "penalties": lambda out, text: {
+        "repetition_penalty": 0.8,
+        "presence_penalty": -0.9,
+        "frequency_penalty": 0.4,
+    },
+    "logit_bias": lambda out, text: {"logit_bias": {out[2]: -100, out[5]: 3, 77: 6}},
+    "bad_words": lambda out, text: {"bad_words": [out[1:3], out[4:7], (out[7],), text[8]]},
+    "allowed": lambda out, text: {"allowed_token_ids": range(0, VOCAB, 3)},
+    "stop": lambda out, text: {"stop": ["".join(text[5:8])[1:-1], "#"]},
+    "stop_token_ids": lambda out, text: {"stop_token_ids": [out[6]]},
+    "min_tokens": lambda out, text: {"min_tokens": 5, "stop_token_ids": [out[1], out[6]], "ignore_eos": False},
+    "logprobs": lambda out, text: {"logprobs": 4},
+    "prompt_logprobs": lambda out, text: {"prompt_logprobs": 2},
+    "n": lambda out, text: {"n": 3},
+    "processors": lambda out, text: {"logits_processors": [push_away, by_prompt]},
+    "everything": lambda out, text: {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {out[3]: -100, out[4]: 2},
+        "bad_words": [out[1:3]],
+        "allowed_token_ids": [t for t in range(VOCAB) if t % 7],
+        "min_tokens": 7,
+        "stop_token_ids": out[:3],
+        "logits_processors": by_prompt,
+        "stop": text[5],
+        "logprobs": 2,
+        "prompt_logprobs": 0,
+        "n": 2,
+        "top_p": 0.95,
+    },
+}
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 40)
+RULES = {"greedy": {"temperature": 0}, "sampled": {"temperature": 1.0}}
+CASES = [  # kind, rule, draft, γ: each kind with each draft and each γ, each draft with each γ, greedy and sampled
+    (kind, rule, draft, 1 + (k + d + 4 * r) % 8)
+    for (r, rule), (k, kind), (d, draft) in product(enumerate(RULES), enumerate(KINDS), enumerate(DRAFTS))
+]
+
+
+def request_of(kit, kind, rule):
+    """(prompt, params) of a case."""
+    k = list(KINDS).index(kind)
+    prompt = prompt_of(LENGTHS[k % 8], seed=k + 100 * (rule == "sampled"))
+    base = {"max_tokens": 24 - k % 4, "ignore_eos": True, "seed": 7**k, **RULES[rule]}
+    out = kit.alone(prompt, SamplingParams(**base))[0].output_ids
+    text = [kit.tokenizer.token_text(token) for token in out]
+    return prompt, SamplingParams(**base | KINDS[kind](tuple(out), text))
+
+
+@pytest.fixture(scope="module")
+def everybody(kit):
+    """All requests of the matrix, and the completions that plain decoding gives them."""
+    requests = [request_of(kit, kind, rule) for rule, kind in product(RULES, KINDS)]
+    return requests, kit.batch(requests)
+
+
+def test_the_cases_cover_every_pair():
+    values = [set(column) for column in zip(*CASES, strict=True)]
+    assert values == [set(KINDS), set(RULES), set(DRAFTS), set(GAMMAS)]
+    for a, b in combinations(range(4), 2):
+        assert {(case[a], case[b]) for case in CASES} == set(product(values[a], values[b]))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_parameter_under_every_draft(kit, everybody, draft):
+    """One ragged batch of all requests, γ from 1 to 8 side by side: identical to plain decoding."""
+    requests, plain = everybody
+    gammas = {(kind, rule): gamma for kind, rule, name, gamma in CASES if name == draft}
+    drafts = [with_gamma(draft, gammas[kind, rule]) for rule, kind in product(RULES, KINDS)]
+    assert len(drafts) == len(requests)
+    got = kit.batch(requests, drafts)
+    check_all_same(got, plain)
+    drafted, accepted = speculated(got)
+    assert drafted > 0
+    if draft in ("full", "self", "fake-self"):
+        assert accepted == drafted
+    elif draft not in ("fake-wrong", "fake-nan", "fake-constant", "fake-random", "ngram", "small", "wide"):
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_parameter_under_mixed_drafts(kit, everybody, seed):
+    """Another draft for each row, plain ones between, in an engine short of seats that prefills in small chunks."""
+    requests, plain = everybody
+    rng = random.Random(seed)
+    drafts = [rng.choice([None, with_gamma(rng.choice(list(DRAFTS)), rng.choice(GAMMAS))]) for _ in requests]
+    check_all_same(kit.batch(requests, drafts, max_num_batched_tokens=13, max_num_seqs=24), plain)
+
+
+def test_the_plain_batch_is_what_each_request_gives_alone(kit, everybody):
+    for (prompt, params), want in zip(*everybody, strict=True):
+        if params.seed is not None or params.greedy:
+            check_all_same([kit.alone(prompt, params)], [want])
+
+
+def test_every_kind_does_something(kit, everybody):
+    """Each parameter changes the ids, or where they end, of its own requests, or adds log-probabilities."""
+    changed = Counter()
+    for (rule, kind), (prompt, params), seqs in zip(product(RULES, KINDS), *everybody, strict=True):
+        same = {name: getattr(params, name) for name in ("temperature", "seed", "max_tokens", "ignore_eos")}
+        bare = kit.alone(prompt, SamplingParams(**{**same, "seed": seqs[0].seed}))[0]
+        changed[kind] += seqs[0].output_ids != bare.output_ids
+        assert len(seqs) == params.n
+        assert all(len(s.logprobs) == (0 if params.logprobs is None else len(s.output_ids)) for s in seqs)
+        assert len(seqs[0].prompt_logprobs) == (0 if params.prompt_logprobs is None else len(prompt) - 1)
+        if kind in ("stop", "stop_token_ids", "min_tokens"):
+            assert seqs[0].finish_reason == "stop", (kind, rule)
+            assert (seqs[0].stop_text is not None) is (kind == "stop")
+        assert all(s.error is None for s in seqs)
+    unchanged = {kind for kind in KINDS if not changed[kind]}
+    assert unchanged == {"nothing", "no seed", "logprobs", "prompt_logprobs", "n"}
+
+
+# --- (b) log-probabilities are those of a teacher-forced pass
+
+
+def check_scores(entries, tokens, logits, top):
+    """Each token's entry against the row of ``logits`` it was drawn from: own value and rank, and the best ones."""
+    for entry, token, row in zip(entries, tokens, logits.log_softmax(dim=-1), strict=True):
+        assert next(iter(entry)) == token
+        assert set(entry) == {token, *row.topk(top).indices.tolist()}
+        for other, value in entry.items():
+            assert value.logprob == pytest.approx(float(row[other]), abs=1e-9)
+            assert value.rank == 1 + int((row > row[other]).sum())
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=RULES)
+def test_logprobs_of_accepted_corrected_and_bonus_tokens(kit, sampling):
+    """Case O09: three rows, γ = 4, a draft that is often wrong."""
+    params = SamplingParams(max_tokens=40, logprobs=5, ignore_eos=True, **sampling)
+    requests = [(prompt_of(n), params) for n in (5, 16, 29)]
+    seqs = [own[0] for own in kit.batch(requests, [with_gamma(NOISY, 4)] * 3)]
+    for (prompt, _), seq in zip(requests, seqs, strict=True):
+        logits = forced_logits(kit.model, [seq.ids], len(seq.output_ids) + 1)[:-1]
+        check_scores(seq.logprobs, seq.output_ids, logits, 5)
+        assert seq.ids[: len(prompt)] == prompt
+        assert sum(seq.stats.accepted) > 0  # accepted tokens
+        assert 0 < seq.stats.rejections < seq.stats.verify_passes  # corrected and bonus tokens
+
+
+SCORED = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=3, ignore_eos=True)
+
+
+def check_prompt_scores(kit, seq):
+    prompt = seq.ids[: seq.num_prompt]
+    check_scores(seq.prompt_logprobs, prompt[1:], forced_logits(kit.model, [prompt], len(prompt))[:-1], 3)
+
+
+@pytest.mark.parametrize("draft", [None, with_gamma(NOISY, 4), with_gamma("small", 3)], ids=["plain", "noisy", "small"])
+def test_prompt_logprobs_with_every_chunk_size(kit, draft):
+    requests = [(prompt_of(n), SCORED) for n in (37, 1, 2, 20)]
+    want = [own[0] for own in kit.batch(requests)]
+    for seq in want:
+        check_prompt_scores(kit, seq)
+    for chunk in range(1, 62, 1 if draft else 3):
+        got = [own[0] for own in kit.batch(requests, [draft] * 4, max_num_batched_tokens=chunk)]
+        check_all_same([[s] for s in got], [[s] for s in want])
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_prompt_logprobs_after_preemption(kit, steps):
+    """Thrown out in the middle of the prompt, at its end, or while decoding: every entry comes once."""
+    prompt = prompt_of(37)
+    want = kit.alone(prompt, SCORED)
+    for draft in (None, with_gamma(NOISY, 3)):
+        engine = kit.engine(max_num_batched_tokens=10)
+        seq = engine.sequence(engine.add(prompt, SCORED, draft))
+        for _ in range(steps):
+            engine.step()
+        middle = seq.num_committed < len(prompt)
+        assert middle is (steps < 4)
+        engine.scheduler.preempt(seq)
+        drain(engine)
+        check_same(seq, want[0])
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+@pytest.mark.parametrize("steps", range(0, 7))
+def test_prompt_logprobs_of_a_fork(kit, steps, seats):
+    """Forked while queued, within the prompt or later, whether or not there is a seat to share the cache."""
+    prompt = prompt_of(37)
+    want = kit.alone(prompt, SCORED)
+    engine = kit.engine(max_num_batched_tokens=10, max_num_seqs=seats)
+    first = engine.sequence(engine.add(prompt, SCORED))
+    for _ in range(steps):
+        engine.step()
+    second = engine.sequence(engine.fork(first.id, draft=with_gamma(NOISY, 3)))
+    drain(engine)
+    check_all_same([[first], [second]], [want, want])
+
+
+# --- (c) penalties, bias, bad words, allowed tokens, min_tokens against a slow loop of their own
+
+
+def oracle(kit, prompt, params, eos=()):
+    """The output by one teacher-forced pass per token and vLLM's formulas, written down one token id at a time."""
+    output, stop_ids = [], {*params.stop_token_ids, *eos}
+    while len(output) < params.max_tokens:
+        logits = forced_logits(kit.model, [[*prompt, *output]], 1)[0].tolist()
+        scores = [oracle_score(logits, t, prompt, output, params, stop_ids) for t in range(VOCAB)]
+        if params.temperature:
+            position = torch.tensor([len(prompt) + len(output)])
+            noise = all_gumbels(torch.tensor([params.seed]), position, VOCAB)[0].tolist()
+            scores = [s / params.temperature + g for s, g in zip(scores, noise, strict=True)]
+        output.append(max(range(VOCAB), key=scores.__getitem__))  # the first of equals
+        if output[-1] in stop_ids and len(output) > params.min_tokens:
+            break
+    return output
+
+
+def oracle_score(logits, token, prompt, output, params, stop_ids):
+    if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+        return -torch.inf
+    for *start, last in params.bad_words:
+        if token == last and [*prompt, *output][len(prompt) + len(output) - len(start) :] == start:
+            return -torch.inf
+    if token in stop_ids and len(output) < params.min_tokens:
+        return -torch.inf
+    score = logits[token] + dict(params.logit_bias).get(token, 0)
+    if token in prompt or token in output:
+        score = score / params.repetition_penalty if score > 0 else score * params.repetition_penalty
+    score -= params.frequency_penalty * output.count(token)
+    return score - params.presence_penalty * (token in output)
+
+
+O08 = {
+    "presence": lambda out: {"presence_penalty": 0.8},
+    "frequency": lambda out: {"frequency_penalty": 0.5},
+    "repetition": lambda out: {"repetition_penalty": 1.3},
+    "banned": lambda out: {"logit_bias": {out[3]: -100}},
+    "forced": lambda out: {"logit_bias": {out[10]: 100}},
+    "bad words": lambda out: {"bad_words": [out[5:7]]},
+    "together": lambda out: {
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "logit_bias": {out[3]: -100, out[10]: 3},
+        "bad_words": [out[5:7]],
+    },
+    "together, forced": lambda out: O08["together"](out) | {"logit_bias": {out[3]: -100, out[10]: 100}},
+}
+
+
+@pytest.mark.parametrize("sampling", RULES)
+@pytest.mark.parametrize("name", O08)
+def test_penalties_bias_and_bad_words(kit, name, sampling):
+    """Case O08: 64 tokens, a draft that is often wrong, γ = 2, 8 and 48."""
+    prompt, settings = prompt_of(24), {"max_tokens": 64, "ignore_eos": True, "seed": 11, **RULES[sampling]}
+    free = kit.alone(prompt, SamplingParams(**settings))[0].output_ids
+    params = SamplingParams(**settings, **O08[name](free))
+    plain = kit.alone(prompt, params)
+    ids = plain[0].output_ids
+    assert ids == oracle(kit, prompt, params)
+    assert ids != free
+    for gamma in (2, 8, 48):
+        got = kit.alone(prompt, params, with_gamma(NOISY, gamma))
+        check_all_same([got], [plain])
+        assert sum(got[0].stats.accepted) > 0 or name.endswith("forced")
+    for token, bias in params.logit_bias:
+        assert (token not in ids) if bias == -100 else True
+    for a, b in params.bad_words:
+        assert (a, b) in pairwise(free)
+        assert (a, b) not in pairwise(ids)
+        assert a in ids or name != "bad words"
+
+
+def random_contract(rng, likely):
+    """A few parameters at random that act on the tokens in ``likely``, so that they matter."""
+    some = lambda n: rng.sample(likely, min(n, len(likely)))  # noqa: E731
+    choices = {
+        "repetition_penalty": lambda: rng.choice([0.5, 0.9, 1.2, 2.0]),
+        "presence_penalty": lambda: rng.choice([-1.5, -0.5, 0.7, 2.0]),
+        "frequency_penalty": lambda: rng.choice([-0.5, 0.3, 0.9, 2.0]),
+        "logit_bias": lambda: {t: rng.choice([-100, -3, 2, 4]) for t in some(4)},
+        "bad_words": lambda: [
+            [rng.choice(likely)],
+            *([likely[i], likely[i + 1]] for i in range(0, len(likely) - 1, 3)),
+        ],
+        "allowed_token_ids": lambda: {*some(12), *rng.sample(range(VOCAB), 50)},
+        "min_tokens": lambda: rng.randint(1, 12),
+        "stop_token_ids": lambda: some(2),
+    }
+    return {name: choices[name]() for name in rng.sample(list(choices), rng.randint(1, 5))}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_parameters_against_the_oracle(kit, seed):
+    rng = random.Random(seed)
+    prompt = random_ids(rng, rng.randint(1, 30))
+    settings = {"max_tokens": 16, **RULES[rng.choice(list(RULES))], "seed": rng.randrange(2**63)}
+    likely = kit.alone(prompt, SamplingParams(**settings, ignore_eos=True))[0].output_ids
+    requests = [(prompt, SamplingParams(**settings | random_contract(rng, likely))) for _ in range(3)]
+    for (_, params), own in zip(requests, kit.batch(requests, [with_gamma(NOISY, rng.randint(1, 8))] * 3), strict=True):
+        assert own[0].output_ids == oracle(kit, prompt, params, eos=(EOS,))
+        check_same(own[0], kit.alone(prompt, params)[0])
