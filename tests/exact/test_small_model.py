@@ -279,6 +279,8 @@ class Drafting:
             assert own == want
             close(torch.stack(self.draft.logits[row]), logits)
             close(cached(self.draft.draft.store, row, len(seq.ids) + gamma - 1), reference.cached())
+        for seq in self.seqs:
+            self.go_on(seq, [self.rng.randrange(VOCAB)])
 
 
 @pytest.mark.parametrize("selector", [Full(1), StreamingLLM(400, 4)], ids=["full", "within the budget"])
