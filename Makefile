@@ -15,11 +15,13 @@ lint: .venv/.test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # Stamps: nothing is downloaded again until the requirements change.
-.venv/.demo: pyproject.toml constraints.txt tools/setup_venv.py
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+.venv/.demo: pyproject.toml constraints.txt tools/setup_venv.py $(NATIVE)
 	$(PYTHON) tools/setup_venv.py .
 	touch $@
 
-.venv/.test: pyproject.toml constraints.txt tools/setup_venv.py
+.venv/.test: pyproject.toml constraints.txt tools/setup_venv.py $(NATIVE)
 	$(PYTHON) tools/setup_venv.py ".[test]"
 	touch $@ .venv/.demo
 

@@ -16,7 +16,7 @@ __all__ = ["LLM", "AsyncLLM", "DraftConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """``LLM`` and ``AsyncLLM`` bring in torch, which takes seconds: imported when first asked for, for a quick help."""
+    """Both bring in torch, which takes seconds: imported when first asked for, so that ``--help`` is quick."""
     if name == "LLM":
         from longdraft.llm import LLM
 

@@ -302,11 +302,11 @@ class AsyncLLM:
 
     def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncStream:
         """Complete one prompt and give its text as it comes. It starts, and is checked, when it is first read."""
-        return AsyncStream(partial(self._start, self._encode, prompt, sampling_params, True), self._thread.drop)
+        return AsyncStream(partial(self._prepare, self._encode, prompt, sampling_params, True), self._thread)
 
     def astream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> AsyncStream:
         """Answer one conversation as ``astream`` does."""
-        return AsyncStream(partial(self._start, self._encode_chat, messages, sampling_params, True), self._thread.drop)
+        return AsyncStream(partial(self._prepare, self._encode_chat, messages, sampling_params, True), self._thread)
 
     async def close(self) -> None:
         """End what is in flight (its callers get ``InvalidValueError``) and the thread. Closing again is fine."""
@@ -329,20 +329,19 @@ class AsyncLLM:
     def _encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
         return EncodedPrompt(self.llm.encode_chat(messages))
 
-    async def _start(
+    async def _prepare(
         self, encoder: Callable[[Any], EncodedPrompt], source: object, params: SamplingParams | None, streamed: bool
     ) -> _Job:
         self._thread.check()
         (params,) = one_each(params, 1, self.llm.default_sampling_params)
         prompt = await asyncio.to_thread(encoder, source)  # a long text takes seconds
-        job = _Job(prompt, params, streamed)
-        self._thread.put(job)
-        return job
+        return _Job(prompt, params, streamed)
 
     async def _result(
         self, encoder: Callable[[Any], EncodedPrompt], source: object, params: SamplingParams | None
     ) -> RequestOutput:
-        job = await self._start(encoder, source, params, False)
+        job = await self._prepare(encoder, source, params, False)
+        self._thread.put(job)
         try:
             return await job.next()
         except BaseException:  # cancelled, failed, or left behind by its event loop
@@ -357,8 +356,8 @@ class AsyncStream(AsyncIterator[StreamOutput]):
     holds up nobody: outputs wait for it.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[_Job]], drop: Callable[[_Job], None]) -> None:
-        self._start, self._drop = start, drop
+    def __init__(self, prepare: Callable[[], Awaitable[_Job]], thread: _EngineThread) -> None:
+        self._prepare, self._thread = prepare, thread
         self._job: _Job | None = None
         self._reading = self._ended = False
 
@@ -370,10 +369,11 @@ class AsyncStream(AsyncIterator[StreamOutput]):
         self._reading = True
         try:
             if self._job is None:
-                self._job = await self._start()
+                job = await self._prepare()
                 if self._ended:  # closed meanwhile
-                    self._drop(self._job)
                     raise StopAsyncIteration
+                self._thread.put(job)
+                self._job = job
             output = await self._job.next()
         except BaseException:  # cancelled, failed, or left behind by its event loop
             self._close()
@@ -402,5 +402,5 @@ class AsyncStream(AsyncIterator[StreamOutput]):
 
     def _close(self) -> None:
         if self._job and not self._ended:
-            self._drop(self._job)
+            self._thread.drop(self._job)
         self._ended = True

@@ -35,6 +35,8 @@ def tier(model: Transformer, draft: DraftConfig | None = None, *, greedy: bool =
     """
     if draft is not None and draft.sampling_rule == "maximal" and not greedy:
         return "distribution"
+    if model.fused:
+        return "bit-identical"
     return "identical" if model.dtype == torch.float64 else "near-tie"
 
 

@@ -17,9 +17,10 @@ from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.core import Status, StepOutput
 from longdraft.engine.engine import Engine
-from longdraft.engine.sizing import resolve_device, resolve_dtype, size_engine
+from longdraft.engine.sizing import auto_dtype, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
+from longdraft.kernels.dispatch import explain
 from longdraft.llm_draft import Draft, load_draft, resolve_draft
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import RequestOutput, StreamOutput
@@ -40,7 +41,8 @@ class LLM:
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"full"``, ``"layer_skip"``,
             ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding.
             It never changes what a request returns.
-        dtype: type weights are stored and multiplied in: auto, float32, bfloat16, float64 (float16 becomes bfloat16).
+        dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
+            auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
         device: auto, cpu or cuda.
         max_model_len: longest prompt + output in tokens; ``None`` is the model's own limit.
@@ -87,8 +89,9 @@ class LLM:
         if self.draft and self.draft.own_model:
             small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
         target_device = resolve_device(device)
-        storage = resolve_dtype("dtype", dtype)
-        kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype)
+        auto = auto_dtype(self.checkpoint.config, target_device, block_size)
+        storage = resolve_dtype("dtype", dtype, auto)
+        kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
         engine_config = size_engine(
             self.checkpoint.config,
             storage,
@@ -202,8 +205,6 @@ class LLM:
         """End a request now, free its cache, and tell it so; one that has ended is fine."""
         running = [seq for seq in request.sequences if seq.status is not Status.FINISHED]
         self._deliver([self.engine.abort(seq.id) for seq in running])
-        for seq in request.sequences:  # one that ended in a step that failed later was never delivered
-            self._requests.pop(seq.id, None)
         for seq in request.sequences:  # also those that were ended behind our back
             self._requests.pop(seq.id, None)
 
@@ -263,6 +264,10 @@ class LLM:
         """What a user may not expect of this model on this machine."""
         for warning in self.checkpoint.warnings:
             log.warning(warning)
+        on_torch = self.model.device.type == "cpu" and self.model.dtype != torch.float64 and not self.model.fused
+        if on_torch:
+            why = dict(explain("linear", self.model.spec)).get("native")
+            log.warning("Running on PyTorch's kernels, several times slower than the native ones (%s).", why)
         if dtype == "float16":
             log.warning("float16 weights are stored as bfloat16: same size, wider range, fewer digits.")
         config = self.engine.config

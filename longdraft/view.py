@@ -43,17 +43,23 @@ class TableView:
     sinks: int = 0
     starts: torch.Tensor | None = None  # [B] int64; None: all tokens from 0 on
 
-    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``KVView``: the pages that hold a visible token, in order."""
+    def page_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of each sequence that hold a visible token, in order: ``number [B, P]``, and whether it is used."""
         starts = torch.zeros_like(self.lens) if self.starts is None else self.starts
         size, sinks = self.page_size, torch.full_like(self.lens, self.sinks).minimum(self.lens)
         first = starts // size  # the first page of the second range; the sinks' pages before it
         before = (-(-sinks // size)).minimum(first)
         count = before + -(-self.lens // size) - first
         column = torch.arange(int(count.max()))
-        number = torch.where(column < before[:, None], column, column - before[:, None] + first[:, None])  # [B, P]
+        number = torch.where(column < before[:, None], column, column - before[:, None] + first[:, None])
         used = column < count[:, None]
-        number = torch.where(used, number, number[:, :1])
+        return torch.where(used, number, number[:, :1]), used
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KVView``."""
+        starts = torch.zeros_like(self.lens) if self.starts is None else self.starts
+        size, sinks = self.page_size, torch.full_like(self.lens, self.sinks).minimum(self.lens)
+        number, used = self.page_numbers()
         position = (number[:, :, None] * size + torch.arange(size)).flatten(1)  # [B, P * page_size]
         bounds = [x[:, None] for x in (sinks, starts, self.lens)]
         seen = ((position < bounds[0]) | (position >= bounds[1])) & (position < bounds[2])

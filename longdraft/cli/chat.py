@@ -93,7 +93,7 @@ def require_chat_model(model: str | None, tokenizer: str | None, download: bool)
     checkpoint = load_checkpoint(model, download=download)
     if checkpoint.tokenizer is None and tokenizer is None:
         fix = "Name a folder that has a tokenizer.json with --tokenizer."
-        raise InvalidValueError("--tokenizer", None, f"is needed: {checkpoint.name!r} comes without one", fix)
+        raise InvalidValueError("--tokenizer", None, f"it is needed: {checkpoint.name!r} comes without one", fix)
     if not checkpoint.chat_template:
         raise TemplateError(
             f"{checkpoint.name!r} has no chat template. Use a model that has one (mostly an 'instruct' or 'chat' "

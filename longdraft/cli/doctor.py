@@ -67,12 +67,16 @@ def _machine() -> dict[str, object]:
 
 
 def _kernels() -> dict[str, str]:
-    from longdraft.engine.sizing import resolve_device, resolve_dtype
+    from longdraft.engine.sizing import auto_dtype, resolve_device
     from longdraft.kernels.dispatch import IMPLEMENTATIONS, CallSpec, explain
+    from longdraft.kernels.native import describe
+    from longdraft.models.registry import tiny_config
 
-    dtype = resolve_dtype("dtype", "auto")
-    spec = CallSpec(resolve_device("auto").type, dtype, dtype, head_dim=64, group_size=3, page_size=16)
-    return {op: "; ".join(f"{name}: {verdict}" for name, verdict in explain(op, spec)) for op in IMPLEMENTATIONS}
+    device = resolve_device("auto")
+    dtype = auto_dtype(tiny_config(head_dim=64), device, 16)
+    spec = CallSpec(device.type, dtype, dtype, head_dim=64, group_size=3, page_size=16)
+    kernels = {op: "; ".join(f"{name}: {verdict}" for name, verdict in explain(op, spec)) for op in IMPLEMENTATIONS}
+    return {"native": describe(), **kernels, "auto dtype": str(dtype).removeprefix("torch.")}
 
 
 def _models() -> dict[str, str]:

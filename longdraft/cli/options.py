@@ -18,7 +18,7 @@ TokenizerFolder = Annotated[
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="Stored type of the weights: auto (float32), float32, bfloat16, float16 (as bfloat16), float64."),
+    typer.Option(help="Stored type of the weights: float32, bfloat16, float64, or auto (bfloat16 on native kernels)."),
 ]
 KVDtype = Annotated[str | None, typer.Option(help="Type of the cached K and V. Left out: --dtype.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Left out: the model's own.")]

@@ -11,11 +11,11 @@ import torch
 
 from longdraft.config import EngineConfig, as_int
 from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
+from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import expected_shapes
 
 DTYPES = {
-    "auto": torch.float32,  # bfloat16 where kernels exist that multiply in it at speed
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.bfloat16,  # same size, and no overflow
@@ -25,13 +25,20 @@ FREE_MEMORY_SHARE = 0.4
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def resolve_dtype(what: str, name: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(what: str, name: str | torch.dtype, auto: torch.dtype = torch.float32) -> torch.dtype:
     """``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``, by name or as torch's → the storage type."""
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
-    if not isinstance(name, str) or name not in DTYPES:
-        raise InvalidValueError(what, name, f"must be one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if not isinstance(name, str) or name not in (*DTYPES, "auto"):
+        raise InvalidValueError(what, name, f"must be one of auto, {', '.join(DTYPES)}")
+    return DTYPES.get(name, auto)
+
+
+def auto_dtype(config: ModelConfig, device: torch.device, block_size: int) -> torch.dtype:
+    """What ``auto`` stands for: bfloat16 where native kernels multiply in it at speed, else float32."""
+    half, group = torch.bfloat16, config.num_heads // config.num_kv_heads
+    spec = CallSpec(device.type, half, half, config.head_dim, group, block_size)
+    return half if select("linear", spec).name == "native" else torch.float32
 
 
 def resolve_device(name: str) -> torch.device:

@@ -19,11 +19,14 @@ from longdraft.errors import InvalidValueError, KernelError
 # Operation → implementations in order of preference, as "module:attribute"; imported only when asked.
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "attention": {
+        "native": "longdraft.kernels.native:NativeAttention",
         "torch": "longdraft.kernels.attention.padded:PaddedAttention",
         "ref": "longdraft.kernels.attention.ref:ReferenceAttention",
     },
     "linear": {
+        "native": "longdraft.kernels.native:NativeLinear",
         "torch": "longdraft.kernels.linear.ref:TorchLinear",
+        "ref": "longdraft.kernels.linear.ref:TorchLinear",
     },
 }
 

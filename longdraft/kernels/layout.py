@@ -27,6 +27,10 @@ class PlainLayout:
         """The tokens at ``slots [N]`` as ``[N, G, D]``."""
         return storage[slots // self.page_size, :, slots % self.page_size]
 
+    # Keys and values lie alike.
+    write_k = write_v = write
+    read_k = read_v = read
+
     def block_index(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages [B, G', P]`` (G' is G or 1) → flat block numbers for ``gather``, in the order [B, G, P]."""
         heads = torch.arange(self.num_kv_heads, device=pages.device)
@@ -35,3 +39,51 @@ class PlainLayout:
     def gather(self, storage: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None:
         """Copy whole blocks, one per entry of ``blocks``, to ``out [len(blocks), page_size * D]``."""
         torch.index_select(storage.view(-1, self.page_size * self.head_dim), 0, blocks, out=out)
+
+
+@dataclass(frozen=True)
+class BlockedLayout:
+    """Pages as the native kernels read them: K with its tokens side by side in 16 lanes, V row by row.
+
+    float32    K [P, G, D, 16]         V [P, G, 16, D]
+    pairs      K [P, G, D / 2, 16, 2]  V [P, G, 8, D, 2]     two neighbours of a sum in one word
+    """
+
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    pairs: bool
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Storage shape of one layer's K (or V)."""
+        return (num_pages, self.num_kv_heads, self.page_size * self.head_dim)
+
+    def write_k(self, storage: torch.Tensor, slots: torch.Tensor, k: torch.Tensor) -> None:
+        """Store ``k [N, G, D]`` at ``slots [N]``."""
+        page, offset = slots // self.page_size, slots % self.page_size
+        self._keys(storage)[page, :, :, offset] = k.to(storage.dtype).unflatten(-1, (-1, 1 + self.pairs))
+
+    def write_v(self, storage: torch.Tensor, slots: torch.Tensor, v: torch.Tensor) -> None:
+        """Store ``v [N, G, D]`` at ``slots [N]``."""
+        page, offset, step = slots // self.page_size, slots % self.page_size, 1 + self.pairs
+        self._values(storage)[page, :, offset // step, :, offset % step] = v.to(storage.dtype)
+
+    def read_k(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The keys at ``slots [N]`` as ``[N, G, D]``."""
+        return self._keys(storage)[slots // self.page_size, :, :, slots % self.page_size].flatten(2)
+
+    def read_v(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The values at ``slots [N]`` as ``[N, G, D]``."""
+        offset, step = slots % self.page_size, 1 + self.pairs
+        return self._values(storage)[slots // self.page_size, :, offset // step, :, offset % step]
+
+    def _keys(self, storage: torch.Tensor) -> torch.Tensor:
+        step = 1 + self.pairs
+        return storage.view(-1, self.num_kv_heads, self.head_dim // step, self.page_size, step)
+
+    def _values(self, storage: torch.Tensor) -> torch.Tensor:
+        step = 1 + self.pairs
+        return storage.view(-1, self.num_kv_heads, self.page_size // step, self.head_dim, step)
+
+
+Layout = PlainLayout | BlockedLayout

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from longdraft.errors import KVCapacityError
-from longdraft.kernels.layout import PlainLayout
+from longdraft.kernels.layout import Layout
 from longdraft.view import LayerKV, TableView
 
 
@@ -23,7 +23,7 @@ class PagedStore:
     """KV of many rows in pages of ``layout.page_size`` tokens, one row of pages per sequence for all layers."""
 
     def __init__(
-        self, num_layers: int, num_pages: int, layout: PlainLayout, dtype: torch.dtype, device: torch.device | str
+        self, num_layers: int, num_pages: int, layout: Layout, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.layout, self.num_pages = layout, num_pages
         shape = (num_layers, *layout.shape(num_pages))
@@ -98,13 +98,13 @@ class PagedStore:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store ``k, v [N, G, D]`` of one layer at ``slots [N]``."""
-        self.layout.write(self.k[layer], slots, k)
-        self.layout.write(self.v[layer], slots, v)
+        self.layout.write_k(self.k[layer], slots, k)
+        self.layout.write_v(self.v[layer], slots, v)
 
     def read(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first ``length`` tokens of ``row`` as ``[length, G, D]``."""
         slots = self.slots(row, 0, length)
-        return self.layout.read(self.k[layer], slots), self.layout.read(self.v[layer], slots)
+        return self.layout.read_k(self.k[layer], slots), self.layout.read_v(self.v[layer], slots)
 
     def truncate(self, row: int, length: int) -> None:
         """Give back the pages of ``row`` that hold no token below ``length``."""

@@ -13,8 +13,9 @@ import torch
 
 from longdraft.errors import OutOfMemoryError
 from longdraft.kernels.dispatch import CallSpec, select
-from longdraft.kernels.layout import PlainLayout
+from longdraft.kernels.layout import Layout
 from longdraft.models.config import ModelConfig
+from longdraft.models.fused import fuse
 from longdraft.models.layers import GatedMLP, Linear, RMSNorm
 from longdraft.models.rope import RotaryTable, apply_rotary
 from longdraft.models.weights import WeightSource, check_names_and_shapes
@@ -42,13 +43,13 @@ class Transformer:
         check_names_and_shapes(config, source)
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.device = torch.device(device)
-        self.layout = PlainLayout(page_size, config.num_kv_heads, config.head_dim)
         group_size = config.num_heads // config.num_kv_heads
         self.spec = CallSpec(self.device.type, dtype, self.kv_dtype, config.head_dim, group_size, page_size)
         self._attention = select("attention", self.spec)
+        self.layout = self._attention.layout(page_size, config.num_kv_heads, config.head_dim, self.spec)
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, self.device)
         load = _Loader(config, source, self.spec, self.device)
-        self.embedding = load.tensor("model.embed_tokens.weight")
+        embedding = load.tensor("model.embed_tokens.weight")
         self.layers = []
         for i in range(config.num_layers):
             self.layers.append(_Layer(config, load, f"model.layers.{i}"))
@@ -56,8 +57,10 @@ class Transformer:
                 progress(i + 1, config.num_layers)
         self.norm = load.norm("model.norm")
         # A tied head is the embedding itself, not a second copy.
-        self.head = load.head(self.embedding) if config.tie_embeddings else load.linear("lm_head")
+        self.head = load.head(embedding) if config.tie_embeddings else load.linear("lm_head")
+        self.embedding = None if config.tie_embeddings else embedding
         self.weight_bytes = load.num_bytes
+        self._fused = fuse(self)
 
     @torch.inference_mode()
     def forward(
@@ -70,9 +73,30 @@ class Transformer:
         layers: Sequence[int] | None = None,  # those to run, in order; None: all
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
+        if self._fused is None:
+            return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers)
+        cos, sin = self._rotary.lookup(positions, int(plan.view.lens.max()))
+        return self._fused.forward(ids, cos, sin, plan, kv, logits_at, layers)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a pass is one call of native kernels, and so the same for a row in whatever company."""
+        return self._fused is not None
+
+    @torch.inference_mode()
+    def forward_by_parts(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttnPlan,
+        kv: Sequence[LayerKV],
+        logits_at: torch.Tensor,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """``forward``, operation by operation: what the fused pass is compared with, and what runs without one."""
         attention = self._attention(plan, self.layout, self.spec)
         rotary = self._rotary.lookup(positions, int(plan.view.lens.max()))
-        x = self.embedding[ids].to(self.spec.compute_dtype)
+        x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
         return self.head(self.norm(x[logits_at]))
@@ -99,7 +123,7 @@ class _Layer:
         plan: AttnPlan,
         kv: LayerKV,
         attention: Callable[[torch.Tensor, LayerKV], torch.Tensor],
-        layout: PlainLayout,
+        layout: Layout,
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.sizes
         qkv = self.qkv(self.attention_norm(x)).view(len(x), heads + 2 * kv_heads, dim)
@@ -107,8 +131,8 @@ class _Layer:
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        layout.write(kv.k, plan.slots, k)
-        layout.write(kv.v, plan.slots, v)
+        layout.write_k(kv.k, plan.slots, k)
+        layout.write_v(kv.v, plan.slots, v)
         x = x + self.output(attention(q, kv).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 

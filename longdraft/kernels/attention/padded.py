@@ -65,6 +65,11 @@ class PaddedAttention:
         """Serves every call."""
         return None
 
+    @staticmethod
+    def layout(page_size: int, num_kv_heads: int, head_dim: int, spec: CallSpec) -> PlainLayout:
+        """How K and V must lie for these kernels."""
+        return PlainLayout(page_size, num_kv_heads, head_dim)
+
     def __call__(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written."""
         out = torch.empty_like(q)

@@ -21,6 +21,10 @@ class TorchLinear:
         """Serves every call."""
         return None
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""
+        return self.weight[ids]
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [N, in]`` → ``[N, out]``."""
         # Widening the weights keeps the sums in full precision; it costs time where they are stored in 16 bits.

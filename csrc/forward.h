@@ -1,0 +1,136 @@
+// One forward pass of a decoder over a step that is laid out beforehand: all layers in one call.
+#pragma once
+#include "attention.h"
+
+namespace longdraft {
+namespace LONGDRAFT_ISA {
+
+constexpr int SERIAL_WORK = 1 << 14;  // floats below which waking other threads costs more than it saves
+
+// Calls f(token) for all tokens, in parallel where that pays.
+template <class F>
+void each_token(const Parallel& p, int tokens, int width, const F& f) {
+  if (int64_t(tokens) * width < SERIAL_WORK) {
+    for (int i = 0; i < tokens; i++) f(i);
+    return;
+  }
+  const int size = max(1, tokens / (4 * p.threads));
+  parallel(p, ceil_div(tokens, size), [&](int part) {
+    for (int i = part * size; i < min(tokens, (part + 1) * size); i++) f(i);
+  });
+}
+
+// out = x / rms(x) · weight
+inline void normalise(const float* x, const float* weight, float eps, int n, float* out) {
+  V squares = zero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (int j = i; j < n; j++) total += x[j] * x[j];
+  const float factor = 1.0f / std::sqrt(total / n + eps);
+  for (i = 0; i + 16 <= n; i += 16) store(out + i, load(x + i) * splat(factor) * load(weight + i));
+  for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+// Turns the pairs (i, i + n/2) of one head by the angles of its position.
+inline void rotate(float* x, const float* cos, const float* sin, int n) {
+  float *first = x, *second = x + n / 2;
+  int i = 0;
+  for (; i + 16 <= n / 2; i += 16) {
+    const V a = load(first + i), b = load(second + i), c = load(cos + i), s = load(sin + i);
+    store(first + i, a * c - b * s);
+    store(second + i, b * c + a * s);
+  }
+  for (; i < n / 2; i++) {
+    const float a = first[i], b = second[i];
+    first[i] = a * cos[i] - b * sin[i];
+    second[i] = b * cos[i] + a * sin[i];
+  }
+}
+
+// out = gate · sigmoid(gate) · up
+inline V gated(V gate, V up) {
+  const V e = exp2(abs(gate) * splat(-1.4426950408889634f)), one = splat(1.0f);  // e^-|gate|, which cannot overflow
+  const V positive = one / (one + e);
+  return gate * where_below(gate, zero(), e * positive, positive) * up;
+}
+inline void gate(const float* gate_up, int n, float* out) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, gated(load(gate_up + i), load(gate_up + n + i)));
+  if (i == n) return;
+  float a[16] = {}, b[16] = {};
+  for (int j = i; j < n; j++) a[j - i] = gate_up[j], b[j - i] = gate_up[n + j];
+  store(a, gated(load(a), load(b)));
+  for (int j = i; j < n; j++) out[j] = a[j - i];
+}
+
+inline void embed(const Network& net, int64_t id, float* out) {
+  const int n = net.hidden;
+  if (!net.embedding) {  // tied: a row of the packed head
+    const int step = net.bf16 ? 2 : 1;
+    const int64_t block = id / 16 * ceil_div(n, step) * step * 16, row = id % 16;
+    for (int i = 0; i < n; i++) {
+      if (net.bf16)
+        out[i] = from_bf16(static_cast<const uint16_t*>(net.head.data)[block + i / 2 * 32 + row * 2 + i % 2]);
+      else
+        out[i] = static_cast<const float*>(net.head.data)[block + int64_t(i) * 16 + row];
+    }
+    return;
+  }
+  if (!net.bf16) {
+    std::memcpy(out, static_cast<const float*>(net.embedding) + id * n, n * sizeof(float));
+    return;
+  }
+  const uint16_t* row = static_cast<const uint16_t*>(net.embedding) + id * n;
+  for (int i = 0; i < n; i++) out[i] = from_bf16(row[i]);
+}
+
+// Norms and rotations of one token's query and key heads, in place.
+inline void turn(const Network& net, const Layer& layer, const Step& step, int token, float* qkv) {
+  const Shape& s = net.shape;
+  const int64_t at = int64_t(token) * (s.dim / 2);
+  for (int h = 0; h < s.heads + s.kv_heads; h++) {
+    float* head = qkv + h * s.dim;
+    const float* norm = h < s.heads ? layer.q_norm : layer.k_norm;
+    if (norm) normalise(head, norm, net.eps, s.dim, head);
+    rotate(head, step.cos + at, step.sin + at, s.dim);
+  }
+}
+
+inline void run_layer(const Parallel& p, const Network& net, const Layer& layer, const Step& step, const Cache& cache,
+                      const Scratch& t) {
+  const Shape& s = net.shape;
+  const int n = step.tokens, width = (s.heads + 2 * s.kv_heads) * s.dim, keys = s.heads * s.dim;
+  const int values = keys + s.kv_heads * s.dim;
+  each_token(p, n, net.hidden, [&](int i) {
+    normalise(t.x + int64_t(i) * net.hidden, layer.attention_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
+  });
+  linear(p, t.h, n, layer.qkv, nullptr, t.qkv, t.rounded);
+  each_token(p, n, width, [&](int i) {
+    float* row = t.qkv + int64_t(i) * width;
+    turn(net, layer, step, i, row);
+    write(s, row + keys, row + values, step.slots + i, 1, 0, cache);
+  });
+  attention(p, s, *step.view, step.pieces, step.num_pieces, step.merges, step.num_merges, t.qkv, width, cache,
+            t.partial, t.attention);
+  linear(p, t.attention, n, layer.output, t.x, t.x, t.rounded);
+  each_token(p, n, net.hidden, [&](int i) {
+    normalise(t.x + int64_t(i) * net.hidden, layer.mlp_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
+  });
+  linear(p, t.h, n, layer.gate_up, nullptr, t.mlp, t.rounded);
+  const int m = net.intermediate;
+  each_token(p, n, m, [&](int i) { gate(t.mlp + int64_t(i) * 2 * m, m, t.gated + int64_t(i) * m); });
+  linear(p, t.gated, n, layer.down, t.x, t.x, t.rounded);
+}
+
+inline void forward(const Parallel& p, const Network& net, const Step& step, const Scratch& t) {
+  for (int i = 0; i < step.tokens; i++) embed(net, step.ids[i], t.x + int64_t(i) * net.hidden);
+  for (int i = 0; i < step.num_layers; i++)
+    run_layer(p, net, net.layers[step.layers[i]], step, step.caches[step.layers[i]], t);
+  for (int i = 0; i < step.outputs; i++)
+    normalise(t.x + step.outputs_at[i] * net.hidden, net.norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
+  if (step.outputs) linear(p, t.h, step.outputs, net.head, nullptr, step.logits, t.rounded);
+}
+
+}  // namespace LONGDRAFT_ISA
+}  // namespace longdraft

@@ -1,0 +1,109 @@
+// What the kernels of every instruction set offer: plain records and functions, no C++ library types, since this is
+// shared by files that are compiled for different processors.
+#pragma once
+#include <cstdint>
+
+namespace longdraft {
+
+// Runs call(task, i) for every i in [0, count), possibly on several threads.
+struct Parallel {
+  void* pool;
+  void (*run)(void* pool, int count, void (*call)(const void*, int), const void* task);
+  int threads;
+};
+
+// A weight matrix [n, k] in blocks of 16 outputs: float32 [n/16][k][16], bfloat16 [n/16][k/2][16][2], n and k padded
+// with zeros to 16 and 2. Packing costs no memory beyond that.
+struct Packed {
+  const void* data;
+  const float* bias;  // [n] or null
+  int n, k;
+  bool bf16;
+};
+
+// One layer's keys and values in pages of 16 tokens, each KV head's block contiguous.
+//   float32:  K [page][g][d][16]        V [page][g][16][d]
+//   bfloat16: K [page][g][d/2][16][2]   V [page][g][8][d][2]
+struct Cache {
+  void *k, *v;
+};
+
+// Ragged queries of `rows` sequences over lists of pages. List (b, g or 0) has counts[b][g] pages; slot s of its page i
+// holds position first[b][g][i] + s, or positions[b][g][16 i + s] where that is given. A query at position p sees the
+// positions t ≤ p with t < sinks[b] or t ≥ window[b]. Slots at or past lens[b] hold junk.
+struct View {
+  int rows, lists, width;    // lists: KV heads, or 1 for all; width: pages per list, padded
+  const int32_t *pages, *first, *counts;
+  const int32_t* positions;  // or null
+  const int32_t *starts;     // [rows + 1] first query of each row
+  const int32_t *lens, *sinks, *window;
+};
+
+struct Shape {
+  int heads, kv_heads, dim;
+  bool kv_bf16;
+};
+
+// One piece of attention: some queries of a row and KV head over some of their pages.
+struct Piece {
+  int row, head, query, count;  // `count` of the row's queries times heads of the group, from `query` on
+  int page, pages;              // pages [page, page + pages) of the list
+  int64_t partial;              // where its result goes: count · (dim + 2) floats
+};
+// The pieces that make up one result, in the order in which they are merged.
+struct Merge {
+  int first, count;
+};
+
+struct Layer {
+  Packed qkv, output, gate_up, down;
+  const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+};
+
+struct Network {
+  const Layer* layers;
+  Shape shape;
+  int hidden, intermediate, vocab;
+  float eps;
+  const float* norm;
+  Packed head;
+  const void* embedding;  // [vocab, hidden], of the head's type; null: the rows of the head
+  bool bf16;
+};
+
+// Buffers for n tokens; logits are wanted for some of them.
+struct Scratch {
+  float *x, *h, *qkv, *attention, *mlp, *gated, *partial;
+  uint16_t* rounded;  // [tokens][widest input], for bfloat16 products
+};
+
+struct Step {
+  int tokens, outputs;
+  const int64_t *ids, *slots, *outputs_at;
+  const float *cos, *sin;  // [tokens, dim / 2]
+  const View* view;
+  const Piece* pieces;
+  const Merge* merges;
+  int num_pieces, num_merges;
+  const int32_t* layers;  // those to run, in order
+  int num_layers;
+  const Cache* caches;  // one per layer of the network
+  float* logits;        // [outputs, vocab]
+};
+
+struct Kernels {
+  const char* name;
+  void (*pack)(const float* weight, void* out, int n, int k, bool bf16);
+  void (*linear)(const Parallel&, const float* x, int m, const Packed&, const float* residual, float* y, uint16_t* tmp);
+  void (*write)(const Shape&, const float* k, const float* v, const int64_t* slots, int n, int stride, const Cache&);
+  void (*attention)(const Parallel&, const Shape&, const View&, const Piece*, int, const Merge*, int, const float* q,
+                    const Cache&, float* partial, float* out);
+  void (*forward)(const Parallel&, const Network&, const Step&, const Scratch&);
+  void (*read)(const Parallel&, const void* data, int64_t bytes, float* out);
+};
+
+constexpr int PAGE = 16;         // tokens
+constexpr int CHUNK_PAGES = 64;  // borders of partial results, in pages from the start of a list
+constexpr int QUERIES = 64;      // most queries (times heads of a group) of one piece
+
+}  // namespace longdraft

@@ -1,0 +1,245 @@
+// The Python side of the kernels. Tensors come as addresses; longdraft/kernels/native.py checks what they point to.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace longdraft;
+
+#define LONGDRAFT_DECLARE(name) \
+  namespace longdraft {         \
+  namespace name {              \
+  extern const Kernels kernels; \
+  }                             \
+  }
+LONGDRAFT_DECLARE(plain)
+#if defined(__x86_64__)
+LONGDRAFT_DECLARE(avx2)
+LONGDRAFT_DECLARE(avx512)
+LONGDRAFT_DECLARE(avx512bf16)
+#endif
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Kernels that this processor can run, the fastest first.
+std::vector<const Kernels*> usable() {
+  std::vector<const Kernels*> out;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back(&avx512bf16::kernels);
+  if (avx512) out.push_back(&longdraft::avx512::kernels);
+  if (avx2) out.push_back(&longdraft::avx2::kernels);
+#endif
+  out.push_back(&plain::kernels);
+  return out;
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : usable()) names.push_back(kernels->name);
+  return names;
+}
+
+struct Weight {
+  uintptr_t data, bias;
+  int n, k;
+  bool bf16;
+  Packed packed() const { return {at<const void>(data), at<const float>(bias), n, k, bf16}; }
+};
+
+// What attention reads in a step, cut into pieces. The arrays it points to must outlive it.
+struct Plan {
+  Shape shape;
+  View view;
+  std::vector<Piece> pieces;
+  std::vector<Merge> merges;
+  int64_t partial = 0;
+
+  Plan(int heads, int kv_heads, int dim, bool kv_bf16, int rows, int lists, int width, uintptr_t pages,
+       uintptr_t first, uintptr_t counts, uintptr_t positions, uintptr_t starts, uintptr_t lens, uintptr_t sinks,
+       uintptr_t window)
+      : shape{heads, kv_heads, dim, kv_bf16},
+        view{rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
+             at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
+             at<const int32_t>(window)} {
+    for (int row = 0; row < rows; row++)
+      for (int head = 0; head < kv_heads; head++) cut(row, head);
+  }
+
+ private:
+  void cut(int row, int head) {
+    const int64_t list = int64_t(row) * view.lists + (view.lists == 1 ? 0 : head);
+    const int group = shape.heads / shape.kv_heads, queries = view.starts[row + 1] - view.starts[row];
+    for (int query = 0; query < queries * group; query += QUERIES) {
+      const int count = std::min(QUERIES, queries * group - query), start = int(pieces.size());
+      const int highest = view.lens[row] - queries + (query + count - 1) / group;
+      for (int page = 0; page < view.counts[list]; page += CHUNK_PAGES) {
+        if (page && !view.positions && view.first[list * view.width + page] > highest) break;
+        const int pages = std::min(CHUNK_PAGES, view.counts[list] - page);
+        pieces.push_back({row, head, query, count, page, pages, partial});
+        partial += int64_t(count) * (shape.dim + 2);
+      }
+      merges.push_back({start, int(pieces.size()) - start});
+    }
+  }
+};
+
+struct Decoder {
+  Network net{};
+  std::vector<Layer> layers;
+  Weight head{};
+};
+
+class Runtime {
+ public:
+  Runtime(const std::string& isa, int threads) : pool_(threads) {
+    for (const Kernels* kernels : usable())
+      if (isa == kernels->name) kernels_ = kernels;
+    if (!kernels_) throw std::invalid_argument("this processor has no instruction set " + isa);
+    parallel_ = {&pool_, [](void* pool, int n, void (*call)(const void*, int), const void* task) {
+                   static_cast<Pool*>(pool)->run(n, [&](int i) { call(task, i); });
+                 },
+                 pool_.size()};
+  }
+
+  std::string isa() const { return kernels_->name; }
+  int threads() const { return pool_.size(); }
+
+  void pack(uintptr_t weight, uintptr_t out, int n, int k, bool bf16) {
+    // Blocks of 16 rows are packed apart: each is contiguous in the result.
+    const int64_t bytes = int64_t(16) * (bf16 ? (k + 1) / 2 * 4 : k * 4);
+    std::lock_guard<std::mutex> lock(mutex_);
+    pool_.run((n + 15) / 16, [&](int i) {
+      kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * k, at<char>(out) + i * bytes, std::min(16, n - i * 16),
+                     k, bf16);
+    });
+  }
+
+  void linear(uintptr_t x, int m, const Weight& w, uintptr_t residual, uintptr_t y) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    rounded_.resize(int64_t(m) * ((w.k + 1) / 2 * 2));
+    kernels_->linear(parallel_, at<const float>(x), m, w.packed(), at<const float>(residual), at<float>(y),
+                     rounded_.data());
+  }
+
+  void write(const Plan& plan, uintptr_t k, uintptr_t v, uintptr_t slots, int n, uintptr_t cache_k, uintptr_t cache_v) {
+    kernels_->write(plan.shape, at<const float>(k), at<const float>(v), at<const int64_t>(slots), n,
+                    plan.shape.kv_heads * plan.shape.dim, {at<void>(cache_k), at<void>(cache_v)});
+  }
+
+  void attention(const Plan& plan, uintptr_t q, uintptr_t cache_k, uintptr_t cache_v, uintptr_t out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    partial_.resize(plan.partial);
+    kernels_->attention(parallel_, plan.shape, plan.view, plan.pieces.data(), int(plan.pieces.size()),
+                        plan.merges.data(), int(plan.merges.size()), at<const float>(q),
+                        {at<void>(cache_k), at<void>(cache_v)}, partial_.data(), at<float>(out));
+  }
+
+  void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
+               uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
+               const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    caches_.clear();
+    for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
+    Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
+              at<const float>(cos), at<const float>(sin), &plan.view, plan.pieces.data(), plan.merges.data(),
+              int(plan.pieces.size()), int(plan.merges.size()), layers.data(), int(layers.size()), caches_.data(),
+              at<float>(logits)};
+    Network net = decoder.net;
+    net.layers = decoder.layers.data();
+    kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
+  }
+
+  double read(uintptr_t data, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<float> out(pool_.size() * 8);
+    kernels_->read(parallel_, at<const void>(data), bytes, out.data());
+    double total = 0;
+    for (float f : out) total += f;
+    return total;
+  }
+
+ private:
+  Scratch scratch(const Network& net, int64_t n, int64_t partial) {
+    const int64_t qkv = int64_t(net.shape.heads + 2 * net.shape.kv_heads) * net.shape.dim;
+    const int64_t keys = int64_t(net.shape.heads) * net.shape.dim, widest = std::max({int64_t(net.hidden), keys,
+                                                                                     int64_t(net.intermediate)});
+    const int64_t sizes[] = {net.hidden, net.hidden, qkv, keys, 2 * net.intermediate, net.intermediate};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += n * size;
+    if (int64_t(floats_.size()) < total) floats_.resize(total);
+    if (int64_t(partial_.size()) < partial) partial_.resize(partial);
+    if (int64_t(rounded_.size()) < n * (widest + 1)) rounded_.resize(n * (widest + 1));
+    float* p[6];
+    float* next = floats_.data();
+    for (int i = 0; i < 6; i++) p[i] = next, next += n * sizes[i];
+    return {p[0], p[1], p[2], p[3], p[4], p[5], partial_.data(), rounded_.data()};
+  }
+
+  Pool pool_;
+  Parallel parallel_;
+  const Kernels* kernels_ = nullptr;
+  std::mutex mutex_;  // one call at a time: the buffers are shared
+  std::vector<float> floats_, partial_;
+  std::vector<uint16_t> rounded_;
+  std::vector<Cache> caches_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  m.doc() = "Native CPU kernels; used through longdraft.kernels.native.";
+  m.def("isas", &isas);
+  m.attr("PAGE") = PAGE;
+  nb::class_<Weight>(m, "Weight").def(
+      "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, bool bf16) {
+        new (w) Weight{data, bias, n, k, bf16};
+      });
+  nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, uintptr_t, uintptr_t, uintptr_t,
+                                           uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>());
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__",
+           [](Decoder* d, std::tuple<int, int, int, bool> shape, int hidden, int intermediate, int vocab, float eps,
+              uintptr_t norm, const Weight& head, uintptr_t embedding, bool bf16) {
+             auto [heads, kv_heads, dim, kv_bf16] = shape;
+             new (d) Decoder;
+             d->net = {nullptr, {heads, kv_heads, dim, kv_bf16}, hidden, intermediate, vocab, eps,
+                       at<const float>(norm), head.packed(), at<const void>(embedding), bf16};
+           })
+      .def("add_layer", [](Decoder& d, const Weight& qkv, const Weight& output, const Weight& gate_up,
+                           const Weight& down, uintptr_t attention_norm, uintptr_t mlp_norm, uintptr_t q_norm,
+                           uintptr_t k_norm) {
+        d.layers.push_back({qkv.packed(), output.packed(), gate_up.packed(), down.packed(),
+                            at<const float>(attention_norm), at<const float>(mlp_norm), at<const float>(q_norm),
+                            at<const float>(k_norm)});
+      });
+  nb::class_<Runtime>(m, "Runtime")
+      .def(nb::init<const std::string&, int>())
+      .def_prop_ro("isa", &Runtime::isa)
+      .def_prop_ro("threads", &Runtime::threads)
+      .def("pack", &Runtime::pack, Release())
+      .def("linear", &Runtime::linear, Release())
+      .def("write", &Runtime::write, Release())
+      .def("attention", &Runtime::attention, Release())
+      .def("forward", &Runtime::forward, Release())
+      .def("read", &Runtime::read, Release());
+}

@@ -1,0 +1,71 @@
+#include "pool.h"
+
+#include <chrono>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace longdraft {
+namespace {
+constexpr auto SPIN = std::chrono::microseconds(100);
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+}  // namespace
+
+Pool::Pool(int threads) {
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(0); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    region_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+void Pool::start(int count, Call call, const void* task) {
+  call_ = call;
+  task_ = task;
+  count_ = count;
+  next_.store(0, std::memory_order_relaxed);
+  busy_.store(int(workers_.size()), std::memory_order_relaxed);
+  region_.fetch_add(1);  // publishes all of the above
+  if (asleep_.load()) {
+    { std::lock_guard<std::mutex> lock(mutex_); }  // nobody is between its last look and its sleep
+    wake_.notify_all();
+  }
+  drain();
+  while (busy_.load(std::memory_order_acquire)) pause();
+}
+
+void Pool::drain() {
+  for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(task_, i);
+}
+
+void Pool::work(int) {
+  uint64_t seen = 0;
+  for (;;) {
+    auto until = std::chrono::steady_clock::now() + SPIN;
+    while (region_.load(std::memory_order_acquire) == seen) {
+      for (int i = 0; i < 32; i++) pause();
+      if (std::chrono::steady_clock::now() < until) continue;
+      std::unique_lock<std::mutex> lock(mutex_);
+      asleep_.fetch_add(1);
+      wake_.wait(lock, [&] { return region_.load() != seen; });
+      asleep_.fetch_sub(1);
+    }
+    seen = region_.load(std::memory_order_acquire);
+    if (stop_) return;
+    drain();
+    busy_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace longdraft

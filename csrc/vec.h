@@ -1,0 +1,200 @@
+// Sixteen float lanes, and sixteen pairs of bfloat16, on whatever the instruction set offers.
+//
+// Kernels are written once against these two types and compiled once per instruction set; nothing else in csrc depends
+// on one. Every operation is elementwise or has a fixed order, so a lane's result never depends on its neighbours.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace longdraft {
+namespace LONGDRAFT_ISA {  // one namespace per instruction set: the linker must never mix them up
+
+inline uint16_t to_bf16(float f) {  // round to nearest even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 0x40);
+  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+inline float from_bf16(uint16_t b) {
+  uint32_t u = uint32_t(b) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+#if defined(__AVX512F__)
+
+struct V {
+  __m512 x;
+};
+inline V zero() { return {_mm512_setzero_ps()}; }
+inline V splat(float f) { return {_mm512_set1_ps(f)}; }
+inline V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, V a) { _mm512_storeu_ps(p, a.x); }
+inline V operator+(V a, V b) { return {_mm512_add_ps(a.x, b.x)}; }
+inline V operator-(V a, V b) { return {_mm512_sub_ps(a.x, b.x)}; }
+inline V operator*(V a, V b) { return {_mm512_mul_ps(a.x, b.x)}; }
+inline V operator/(V a, V b) { return {_mm512_div_ps(a.x, b.x)}; }
+inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+inline V max(V a, V b) { return {_mm512_max_ps(a.x, b.x)}; }
+inline V abs(V a) { return {_mm512_abs_ps(a.x)}; }
+inline bool any_above(V a, V b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_GT_OQ) != 0; }
+inline V where_below(V a, V limit, V yes, V no) {  // a < limit ? yes : no
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, limit.x, _CMP_LT_OQ), no.x, yes.x)};
+}
+inline V round(V a) { return {_mm512_roundscale_ps(a.x, 0)}; }
+inline V scale2(V p, V n) { return {_mm512_scalef_ps(p.x, n.x)}; }  // p · 2^n
+
+#elif defined(__AVX2__)
+
+struct V {
+  __m256 x, y;
+};
+inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline V splat(float f) { return {_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
+inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, V a) {
+  _mm256_storeu_ps(p, a.x);
+  _mm256_storeu_ps(p + 8, a.y);
+}
+inline V operator+(V a, V b) { return {_mm256_add_ps(a.x, b.x), _mm256_add_ps(a.y, b.y)}; }
+inline V operator-(V a, V b) { return {_mm256_sub_ps(a.x, b.x), _mm256_sub_ps(a.y, b.y)}; }
+inline V operator*(V a, V b) { return {_mm256_mul_ps(a.x, b.x), _mm256_mul_ps(a.y, b.y)}; }
+inline V operator/(V a, V b) { return {_mm256_div_ps(a.x, b.x), _mm256_div_ps(a.y, b.y)}; }
+inline V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.x, b.x, c.x), _mm256_fmadd_ps(a.y, b.y, c.y)}; }
+inline V max(V a, V b) { return {_mm256_max_ps(a.x, b.x), _mm256_max_ps(a.y, b.y)}; }
+inline V abs(V a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.x), _mm256_andnot_ps(sign, a.y)};
+}
+inline bool any_above(V a, V b) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.x, b.x, _CMP_GT_OQ), _mm256_cmp_ps(a.y, b.y, _CMP_GT_OQ)));
+}
+inline V where_below(V a, V limit, V yes, V no) {
+  return {_mm256_blendv_ps(no.x, yes.x, _mm256_cmp_ps(a.x, limit.x, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.y, yes.y, _mm256_cmp_ps(a.y, limit.y, _CMP_LT_OQ))};
+}
+inline V round(V a) { return {_mm256_round_ps(a.x, 8), _mm256_round_ps(a.y, 8)}; }
+inline __m256 scale2(__m256 p, __m256 n) {
+  return _mm256_mul_ps(
+      p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
+}
+inline V scale2(V p, V n) { return {scale2(p.x, n.x), scale2(p.y, n.y)}; }
+
+#else
+
+struct V {
+  float x[16];
+};
+#define LONGDRAFT_LANES(expr) \
+  V r;                        \
+  for (int i = 0; i < 16; i++) r.x[i] = (expr); \
+  return r
+inline V splat(float f) { LONGDRAFT_LANES(f); }
+inline V zero() { return splat(0.0f); }
+inline V load(const float* p) { LONGDRAFT_LANES(p[i]); }
+inline void store(float* p, V a) { std::memcpy(p, a.x, sizeof a.x); }
+inline V operator+(V a, V b) { LONGDRAFT_LANES(a.x[i] + b.x[i]); }
+inline V operator-(V a, V b) { LONGDRAFT_LANES(a.x[i] - b.x[i]); }
+inline V operator*(V a, V b) { LONGDRAFT_LANES(a.x[i] * b.x[i]); }
+inline V operator/(V a, V b) { LONGDRAFT_LANES(a.x[i] / b.x[i]); }
+inline V fma(V a, V b, V c) { LONGDRAFT_LANES(a.x[i] * b.x[i] + c.x[i]); }
+inline V max(V a, V b) { LONGDRAFT_LANES(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+inline V abs(V a) { LONGDRAFT_LANES(std::fabs(a.x[i])); }
+inline bool any_above(V a, V b) {
+  bool any = false;
+  for (int i = 0; i < 16; i++) any |= a.x[i] > b.x[i];
+  return any;
+}
+inline V where_below(V a, V limit, V yes, V no) { LONGDRAFT_LANES(a.x[i] < limit.x[i] ? yes.x[i] : no.x[i]); }
+inline V round(V a) { LONGDRAFT_LANES(std::nearbyint(a.x[i])); }
+inline V scale2(V p, V n) { LONGDRAFT_LANES(std::ldexp(p.x[i], n.x[i] == n.x[i] ? int(n.x[i]) : 0)); }
+
+#endif
+
+// --- pairs of bfloat16: lane i holds elements 2i and 2i + 1, the first in the low half
+
+#if defined(__AVX512BF16__)
+
+struct P {
+  __m512bh x;
+};
+inline P load_pairs(const uint32_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+inline P splat_pair(uint32_t u) { return {(__m512bh)_mm512_set1_epi32(int(u))}; }
+inline V dot(V acc, P a, P b) { return {_mm512_dpbf16_ps(acc.x, a.x, b.x)}; }
+inline void store_bf16(uint16_t* p, V a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.x)); }
+
+#else
+
+struct P {
+  V low, high;
+};
+inline P load_pairs(const uint32_t* p) {
+#if defined(__AVX512F__)
+  __m512i u = _mm512_loadu_si512(p);
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(u, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(int(0xffff0000))))}};
+#elif defined(__AVX2__)
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000));
+  __m256i u = _mm256_loadu_si256((const __m256i*)p), w = _mm256_loadu_si256((const __m256i*)(p + 8));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(u, high)), _mm256_castsi256_ps(_mm256_and_si256(w, high))}};
+#else
+  P r;
+  for (int i = 0; i < 16; i++) {
+    r.low.x[i] = from_bf16(uint16_t(p[i]));
+    r.high.x[i] = from_bf16(uint16_t(p[i] >> 16));
+  }
+  return r;
+#endif
+}
+inline P splat_pair(uint32_t u) { return {splat(from_bf16(uint16_t(u))), splat(from_bf16(uint16_t(u >> 16)))}; }
+inline V dot(V acc, P a, P b) { return fma(a.high, b.high, fma(a.low, b.low, acc)); }
+inline void store_bf16(uint16_t* p, V a) {
+  float f[16];
+  store(f, a);
+  for (int i = 0; i < 16; i++) p[i] = to_bf16(f[i]);
+}
+
+#endif
+
+// --- made of the above
+
+inline float sum(V a) {
+  float f[16];
+  store(f, a);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) f[i] += f[i + n];
+  return f[0];
+}
+inline float largest(V a) {
+  float f[16];
+  store(f, a);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) f[i] = f[i] > f[i + n] ? f[i] : f[i + n];
+  return f[0];
+}
+
+// 2^x for x ≤ 0; below 2^-126 exactly 0, so that hidden keys weigh nothing; NaN stays NaN.
+inline V exp2(V x) {
+  const V lowest = splat(-126.0f);
+  V y = max(lowest, x);
+  V n = round(y), f = y - n;
+  V p = splat(1.5403530393381609e-4f);
+  p = fma(p, f, splat(1.3333558146428443e-3f));
+  p = fma(p, f, splat(9.6181291076284772e-3f));
+  p = fma(p, f, splat(5.5504108664821580e-2f));
+  p = fma(p, f, splat(2.4022650695910072e-1f));
+  p = fma(p, f, splat(6.9314718055994531e-1f));
+  p = fma(p, f, splat(1.0f));
+  return where_below(x, lowest, zero(), scale2(p, n));
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace LONGDRAFT_ISA
+}  // namespace longdraft

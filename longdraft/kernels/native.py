@@ -1,0 +1,173 @@
+"""The native CPU kernels: C++ (``csrc/``) behind the same interfaces as the torch ones, and a whole pass in one call.
+
+Batch-invariant: what a row gets does not depend on the rows beside it, on how many of its tokens are fed together, or
+on the number of threads. Where the extension was not built everything runs on torch. ``LONGDRAFT_THREADS`` and
+``LONGDRAFT_ISA`` override the number of threads (one per usable core) and the instruction set (the best there is).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longdraft.errors import InvalidValueError
+from longdraft.kernels.layout import BlockedLayout
+from longdraft.view import NEVER, AttnPlan, CompactView, KVView, LayerKV, PagesView, TableView
+
+if TYPE_CHECKING:
+    from longdraft.kernels.dispatch import CallSpec
+
+try:
+    from longdraft import _native
+except ImportError as error:
+    _native, WHY_NOT = None, f"the native extension is not there ({error})"
+else:
+    WHY_NOT = ""
+FAR = 2**30  # a position that no query reaches, in 32 bits
+
+
+@lru_cache(maxsize=1)
+def runtime() -> Any:  # noqa: ANN401 - a class of the extension
+    """The threads and kernels that all models of this process share."""
+    isas = _native.isas()
+    isa = os.environ.get("LONGDRAFT_ISA") or isas[0]
+    if isa not in isas:
+        raise InvalidValueError("LONGDRAFT_ISA", isa, f"must be one of {', '.join(isas)} on this processor")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("LONGDRAFT_THREADS") or str(cores)
+    if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+        raise InvalidValueError("LONGDRAFT_THREADS", threads, "must be an integer from 1 to 1024")
+    return _native.Runtime(isa, int(threads))
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork: a child makes its own
+    os.register_at_fork(after_in_child=runtime.cache_clear)
+
+
+def describe() -> str:
+    """What is there, in words."""
+    if _native is None:
+        return WHY_NOT
+    return f"{runtime().isa} of {', '.join(_native.isas())}; {runtime().threads} threads"
+
+
+def unsupported(spec: CallSpec) -> str | None:
+    """Why the native kernels cannot serve ``spec``; ``None`` if they can."""
+    types = (torch.float32, torch.bfloat16)
+    if _native is None:
+        return WHY_NOT
+    if spec.device != "cpu":
+        return f"it runs on the CPU, not on {spec.device}"
+    if spec.dtype not in types or spec.kv_dtype not in types:
+        return f"it computes in float32 and bfloat16, not {spec.dtype} with K and V in {spec.kv_dtype}"
+    if spec.head_dim % 16 or spec.head_dim > 256:
+        return f"head_dim must be a multiple of 16 up to 256, not {spec.head_dim}"
+    return None if spec.page_size == _native.PAGE else f"pages must hold {_native.PAGE} tokens, not {spec.page_size}"
+
+
+class NativeLinear:
+    """y = x Wᵀ + b with one order of summation for every number of rows; the weights are stored packed."""
+
+    name = "native"
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, spec: CallSpec) -> None:
+        self.n, self.k = weight.shape
+        self.bf16 = spec.dtype == torch.bfloat16
+        step = 2 if self.bf16 else 1
+        shape = (-(-self.n // 16), -(-self.k // step), 16, step)
+        self.packed = torch.empty(shape, dtype=spec.dtype)
+        wide = weight.float().contiguous()
+        runtime().pack(wide.data_ptr(), self.packed.data_ptr(), self.n, self.k, self.bf16)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.handle = _native.Weight(self.packed.data_ptr(), _address(self.bias), self.n, self.k, self.bf16)
+
+    @staticmethod
+    def supports(spec: CallSpec) -> str | None:
+        """See ``unsupported``."""
+        return unsupported(spec)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [N, in]`` → ``[N, out]``."""
+        x = x.float().contiguous()
+        y = torch.empty(len(x), self.n)
+        runtime().linear(x.data_ptr(), len(x), self.handle, 0, y.data_ptr())
+        return y
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""
+        return self.packed[ids // 16, :, ids % 16].flatten(1)[:, : self.k]
+
+
+class NativeAttention:
+    """One pass over each page for all queries of a row and all heads of a KV group. One object serves one step."""
+
+    name = "native"
+
+    def __init__(self, plan: AttnPlan, layout: BlockedLayout, spec: CallSpec) -> None:
+        self.plan = NativePlan(plan, layout.num_kv_heads * spec.group_size, layout, spec)
+
+    @staticmethod
+    def supports(spec: CallSpec) -> str | None:
+        """See ``unsupported``."""
+        return unsupported(spec)
+
+    @staticmethod
+    def layout(page_size: int, num_kv_heads: int, head_dim: int, spec: CallSpec) -> BlockedLayout:
+        """How K and V must lie for these kernels."""
+        return BlockedLayout(page_size, num_kv_heads, head_dim, pairs=spec.kv_dtype == torch.bfloat16)
+
+    def __call__(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written."""
+        q = q.float().contiguous()
+        out = torch.empty_like(q)
+        runtime().attention(self.plan.handle, q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr())
+        return out
+
+
+class NativePlan:
+    """A step's view in the form the kernels read: lists of pages with the positions of their first slots."""
+
+    def __init__(self, plan: AttnPlan, heads: int, layout: BlockedLayout, spec: CallSpec) -> None:
+        view = plan.view
+        pages, first, counts, positions = _lists(view, layout.num_kv_heads)
+        zeros = torch.zeros(len(view.lens), dtype=torch.int32)
+        sinks, window = zeros, zeros
+        if isinstance(view, TableView) and view.starts is not None:
+            sinks, window = torch.full_like(zeros, view.sinks), view.starts
+        # Kept here: the handle holds addresses only.
+        self.arrays = [
+            None if x is None else x.to(torch.int32).contiguous()
+            for x in (pages, first, counts, positions, plan.query_starts, view.lens, sinks, window)
+        ]
+        kind = (heads, layout.num_kv_heads, layout.head_dim, spec.kv_dtype == torch.bfloat16)
+        sizes = (len(view.lens), pages.shape[1], pages.shape[2])
+        self.handle = _native.Plan(*kind, *sizes, *(_address(x) for x in self.arrays))
+
+
+def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``pages [B, G', P]``, their ``first`` positions, ``counts [B, G']``, and the positions of all slots if need be.
+
+    The pages of a list come in the order of their positions, the used ones first.
+    """
+    if isinstance(view, TableView):
+        number, used = view.page_numbers()
+        pages = view.tables.gather(1, number)[:, None]
+        return pages, (number * view.page_size)[:, None], used.sum(dim=1)[:, None], None
+    if isinstance(view, PagesView):
+        number = torch.where(view.numbers < 0, FAR, view.numbers).sort(dim=-1).values
+        used = number < FAR
+        number = number.where(used, 0)
+        tables = view.tables[:, None].expand(-1, number.shape[1], -1)
+        return tables.gather(2, number), number * view.page_size, used.sum(dim=-1), None
+    assert isinstance(view, CompactView)
+    pages = view.tables[:, None].expand(-1, num_kv_heads, -1)
+    positions = torch.where(view.positions == NEVER, FAR, view.positions).expand(-1, num_kv_heads, -1)
+    last = (positions < FAR) * torch.arange(1, positions.shape[-1] + 1)
+    return pages, torch.zeros_like(pages), -(-last.amax(dim=-1) // view.page_size), positions
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -1,0 +1,311 @@
+"""The native kernels against the references: values over a list of regimes, and bits where bits are promised."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from longdraft.exactness import forced_logits
+from longdraft.kernels import native
+from longdraft.kernels.attention.ref import ReferenceAttention
+from longdraft.kernels.dispatch import CallSpec, explain
+from longdraft.kernels.layout import BlockedLayout, PlainLayout
+from longdraft.kernels.linear.ref import TorchLinear
+from longdraft.kv.select.streaming_llm import StreamingLLM
+from longdraft.kv.store import PagedStore
+from longdraft.models.registry import RandomWeights, tiny_config
+from longdraft.models.transformer import Transformer
+from longdraft.view import NEVER, AttnPlan, CompactView, PagesView
+
+pytestmark = pytest.mark.skipif(native._native is None, reason=f"without the native extension: {native.WHY_NOT}")
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+HEADS = ((4, 4, 16), (9, 3, 64), (5, 1, 80), (6, 2, 96), (8, 2, 128), (2, 1, 256))  # query heads, KV heads, head_dim
+ROWS = {  # (cached tokens, queries)
+    "one key": [(0, 1)],
+    "decode": [(1, 1), (15, 1), (16, 1), (17, 1), (63, 1), (64, 1), (200, 1)],
+    "verify over page borders": [(5, 3), (31, 1), (14, 4), (90, 2), (62, 9)],
+    "over the border of a piece": [(1022, 4), (1023, 1), (1024, 1), (2040, 9)],
+    "chunks of a prompt": [(0, 50), (64, 33), (1100, 70), (3, 1)],
+}
+
+
+def spec_of(dtype, heads=9, kv_heads=3, dim=64):
+    return CallSpec("cpu", dtype, dtype, dim, heads // kv_heads, 16)
+
+
+class World:
+    """The same keys and values in both layouts; every slot that no row owns is NaN."""
+
+    def __init__(self, rows, heads, kv_heads, dim, dtype, scale=1.0):
+        torch.manual_seed(0)
+        self.spec = spec_of(dtype, heads, kv_heads, dim)
+        self.layouts = PlainLayout(16, kv_heads, dim), native.NativeAttention.layout(16, kv_heads, dim, self.spec)
+        pages = 8 + sum(-(-(c + q) // 16) for c, q in rows)
+        self.stores = [PagedStore(1, pages, layout, dtype, "cpu") for layout in self.layouts]
+        kept, slots = [torch.randn(2, c + q, kv_heads, dim) for c, q in rows], []
+        for store in self.stores:
+            for b, (c, q) in enumerate(rows):
+                assert store.reserve(b, 0, c + q)
+            store.k.fill_(torch.nan)
+            store.v.fill_(torch.nan)
+            for b, (k, v) in enumerate(kept):
+                store.write(0, k * scale, v, store.slots(b, 0, k.shape[0]))
+        for b, (c, q) in enumerate(rows):
+            slots.append(self.stores[0].slots(b, c, c + q))
+            assert torch.equal(slots[-1], self.stores[1].slots(b, c, c + q))
+        self.lens = [c + q for c, q in rows]
+        self.starts = torch.tensor([0, *(q for _, q in rows)]).cumsum(0)
+        self.slots = torch.cat(slots)
+        self.view = self.stores[0].view(range(len(rows)), self.lens)
+        self.q = torch.randn(int(self.starts[-1]), heads, dim) * scale
+
+    def run(self, kernel, number, view=None, q=None):
+        plan = AttnPlan(view or self.view, self.starts, self.slots)
+        layer = self.stores[number].layers[0]
+        return kernel(plan, self.layouts[number], self.spec)(self.q if q is None else q, layer)
+
+    def check(self, view=None):
+        want, got = self.run(ReferenceAttention, 0, view), self.run(native.NativeAttention, 1, view)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[self.spec.kv_dtype])
+        return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_attention_equals_the_reference(rows, heads, dtype):
+    World(rows, *heads, dtype).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_huge_logits(dtype):
+    """Scores of several thousand: one key takes all, and nothing overflows."""
+    world = World(ROWS["verify over page borders"], 9, 3, 64, dtype, scale=30.0)
+    want, got = world.run(ReferenceAttention, 0), world.run(native.NativeAttention, 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-3 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("budget", [2, 5, 16, 33, 48, 100])
+@pytest.mark.parametrize("sinks", [0, 4, 16])
+def test_sinks_and_window(dtype, budget, sinks):
+    world = World([(1, 1), (40, 1), (100, 2), (1300, 1), (64, 1)], 9, 3, 64, dtype)
+    world.check(StreamingLLM(budget, sinks).select(world.view))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_of_each_head(dtype):
+    """Other pages for every head, in any order, with gaps; the newest page is always there."""
+    world, numbers = World([(200, 1), (70, 3), (16, 1)], 6, 3, 32, dtype), torch.full((3, 3, 9), -1)
+    for b, length in enumerate(world.lens):
+        last = (length - 1) // 16
+        for g in range(3):
+            kept = [last, *torch.randperm(last)[: g + 1].tolist()] + ([last - 1] if length % 16 < 3 and last else [])
+            for i, number in enumerate(dict.fromkeys(kept)):
+                numbers[b, g, (3 * i + g) % 9] = number
+    world.check(PagesView(world.view.tables, numbers, world.view.lens, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_compact_copy_with_a_tail(dtype):
+    """Tokens copied in any order to a small store; unused slots hold NaN."""
+    world = World([(200, 1), (70, 2)], 6, 3, 32, dtype)
+    positions = torch.full((2, 3, 64), NEVER)
+    for b, length in enumerate(world.lens):
+        queries = int(world.starts[b + 1] - world.starts[b])
+        for g in range(3):
+            kept = [*torch.randperm(length - queries)[: 20 + 7 * g].tolist(), *range(length - queries, length)]
+            positions[b, g, : len(kept)] = torch.tensor(kept)
+    small = [PagedStore(1, 8, layout, dtype, "cpu") for layout in world.layouts]
+    for i, store in enumerate(small):
+        layer = world.stores[i].layers[0]
+        for b in range(2):
+            store.reserve(b, 0, 64)
+        store.k.fill_(torch.nan)
+        store.v.fill_(torch.nan)
+        for b in range(2):
+            slots = store.slots(b, 0, 64)
+            for g in range(3):
+                kept = positions[b, g][positions[b, g] != NEVER]
+                source = world.stores[i].slots(b, 0, world.lens[b])[kept]
+                for name in ("k", "v"):
+                    read, write = (getattr(world.layouts[i], f"{verb}_{name}") for verb in ("read", "write"))
+                    old = read(getattr(store, name)[0], slots[: len(kept)]).clone()
+                    old[:, g] = read(getattr(layer, name), source)[:, g]
+                    write(getattr(store, name)[0], slots[: len(kept)], old)
+    view = CompactView(small[0].view([0, 1], [64, 64]).tables, positions, world.view.lens, 16)
+    plan = AttnPlan(view, world.starts, world.slots)
+    want = ReferenceAttention(plan, world.layouts[0], world.spec)(world.q, small[0].layers[0])
+    got = native.NativeAttention(plan, world.layouts[1], world.spec)(world.q, small[1].layers[0])
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 1023, 1025, 2100])
+def test_a_query_has_the_same_bits_alone_and_among_others(dtype, length):
+    """The last 70 queries of a row: one by one, in fives, all at once, and beside another row."""
+    count = min(70, length)
+    world = World([(length - count, count)], 9, 3, 64, dtype)
+    together = world.run(native.NativeAttention, 1)
+    for size in (1, 5):
+        for start in range(0, count, size):
+            n = min(size, count - start)
+            view = world.stores[1].view([0], [length - count + start + n])
+            plan = AttnPlan(view, torch.tensor([0, n]), world.slots[start : start + n])
+            part = native.NativeAttention(plan, world.layouts[1], world.spec)
+            assert torch.equal(part(world.q[start : start + n], world.stores[1].layers[0]), together[start : start + n])
+    mate = World([(length - count, count), (300, 3)], 9, 3, 64, dtype)
+    for name in ("k", "v"):
+        slots = [w.stores[1].slots(0, 0, length) for w in (world, mate)]
+        read, write = (getattr(world.layouts[1], f"{verb}_{name}") for verb in ("read", "write"))
+        write(getattr(mate.stores[1], name)[0], slots[1], read(getattr(world.stores[1], name)[0], slots[0]))
+    beside = mate.run(native.NativeAttention, 1, q=torch.cat([world.q, mate.q[count:]]))
+    assert torch.equal(beside[:count], together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(128, 64), (576, 576), (100, 37), (1, 16), (50, 1536), (33, 2)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(shape, dtype, bias):
+    """Any size, odd ones included; a row's bits do not depend on the number of rows."""
+    torch.manual_seed(1)
+    weight, x = torch.randn(shape).to(dtype), torch.randn(40, shape[1])
+    b = torch.randn(shape[0]) if bias else None
+    spec = spec_of(dtype)
+    layer = native.NativeLinear(weight, b, spec)
+    y = layer(x)
+    torch.testing.assert_close(y, TorchLinear(weight, b, spec)(x), rtol=1e-5, atol=1e-3)
+    for m in (1, 2, 5, 7, 12, 13, 25):
+        assert torch.equal(layer(x[:m]), y[:m])
+    assert torch.equal(layer.rows(torch.tensor([0, shape[0] - 1])), weight[[0, -1]])
+    assert layer(x[:0]).shape == (0, shape[0])
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_layout_gives_back_what_it_took(pairs):
+    torch.manual_seed(0)
+    layout, dtype = BlockedLayout(16, 3, 32, pairs), DTYPES[pairs]
+    storage = torch.zeros(layout.shape(5), dtype=dtype)
+    slots, x = torch.randperm(80)[:50], torch.randn(50, 3, 32).to(dtype)
+    for kind in ("k", "v"):
+        getattr(layout, f"write_{kind}")(storage, slots, x)
+        assert torch.equal(getattr(layout, f"read_{kind}")(storage, slots), x)
+
+
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_embeddings": True},
+    "biases and norms": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
+    "one KV head": {"num_kv_heads": 1, "head_dim": 32},
+    "odd sizes": {"hidden_size": 52, "intermediate_size": 75, "vocab_size": 131, "tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_pass_equals_its_parts(family, dtype):
+    config = tiny_config(**FAMILIES[family])
+    model = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=dtype)
+    assert model.fused
+    rows = [[(7 * i + n) % 128 for i in range(n)] for n in (90, 33)]
+    fused = forced_logits(model, rows, 20)
+    assert torch.equal(fused, forced_logits(model, rows, 20, chunk=1))
+    assert torch.equal(fused[:20], forced_logits(model, rows[:1], 20, chunk=3))
+    model._fused = None
+    torch.testing.assert_close(fused, forced_logits(model, rows, 20), rtol=0, atol=1e-4 if dtype == DTYPES[0] else 0.1)
+
+
+def test_a_fused_pass_over_some_layers(monkeypatch):
+    """Only the chosen layers run, and only their caches are written."""
+    from longdraft.models.feed import Feed, feed
+
+    config = tiny_config()
+    logits = []
+    for fused in (True, False):
+        model = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=torch.float32)
+        model._fused = model._fused if fused else None
+        store = PagedStore(3, 4, model.layout, torch.float32, "cpu")
+        store.reserve(0, 0, 20)
+        logits.append(feed(model, store, [Feed(0, 0, list(range(20)), 3)], layers=[0, 2]))
+        assert [bool(x.any()) for x in store.k[:, : store.num_pages - store.num_free_pages]] == [True, False, True]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+def test_nan_spreads_no_further_than_its_row():
+    world = World([(40, 1), (20, 1)], 9, 3, 64, torch.float32)
+    layer = world.stores[1].layers[0]
+    clean = world.run(native.NativeAttention, 1)
+    keys = world.layouts[1].read_k(layer.k, world.stores[1].slots(0, 5, 6))
+    world.layouts[1].write_k(layer.k, world.stores[1].slots(0, 5, 6), torch.full_like(keys, torch.nan))
+    spoilt = world.run(native.NativeAttention, 1)
+    assert spoilt[0].isnan().any()
+    assert torch.equal(spoilt[1], clean[1])
+
+
+def test_what_the_kernels_do_not_serve_says_why():
+    for spec, words in (
+        (CallSpec("cuda", torch.float32, torch.float32, 64, 3, 16), "not on cuda"),
+        (CallSpec("cpu", torch.float64, torch.float64, 64, 3, 16), "float64"),
+        (CallSpec("cpu", torch.float32, torch.float32, 20, 3, 16), "head_dim.*20"),
+        (CallSpec("cpu", torch.float32, torch.float32, 64, 3, 8), "16 tokens, not 8"),
+    ):
+        verdicts = dict(explain("attention", spec))
+        assert re.search(words, verdicts["native"])
+        assert "used" in verdicts.values()
+
+
+def test_the_switch_puts_torch_first(monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "torch")
+    model = Transformer(tiny_config(), RandomWeights(tiny_config()), dtype=torch.float32)
+    assert not model.fused
+    assert isinstance(model.layout, PlainLayout)
+
+
+SCRIPT = """
+import torch
+from longdraft.kernels import native
+from longdraft.exactness import forced_logits
+from longdraft.models.registry import RandomWeights, tiny_config
+from longdraft.models.transformer import Transformer
+config = tiny_config()
+out = []
+for dtype in (torch.float32, torch.bfloat16):
+    model = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=dtype)
+    assert model.fused
+    rows = [[(7 * i) % 128 for i in range(200)], [3, 4, 5, 6] * 8]
+    logits = forced_logits(model, rows, 30)
+    assert torch.equal(logits, forced_logits(model, rows, 30, chunk=1))
+    out.append(logits)
+print(native.runtime().isa, native.runtime().threads)
+print(*(f"{x:.6e}" for x in torch.cat(out).double().sum(-1).tolist()))
+print(hash(tuple(torch.cat(out).flatten().tolist())))
+"""
+
+
+def run_with(**environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_threads_change_no_bit():
+    outcomes = [run_with(LONGDRAFT_THREADS=str(n)) for n in (1, 2, 3)]
+    assert [out[0].split()[1] for out in outcomes] == ["1", "2", "3"]
+    assert len({out[2] for out in outcomes}) == 1
+
+
+@pytest.mark.parametrize("isa", native._native.isas() if native._native else [])
+def test_every_instruction_set_of_this_processor(isa):
+    """Each is invariant in itself (the script checks that), and all agree in value."""
+    name, sums, _ = run_with(LONGDRAFT_ISA=isa)
+    assert name.split()[0] == isa
+    best = run_with()[1].split()
+    torch.testing.assert_close(
+        *(torch.tensor([float(x) for x in s]) for s in (sums.split(), best)), rtol=2e-2, atol=2.0
+    )
