@@ -50,7 +50,7 @@ inline void rotate(float* x, const float* cos, const float* sin, int n) {
 
 // out = gate · sigmoid(gate) · up
 inline V gated(V gate, V up) {
-  const V e = exp2(abs(gate) * splat(-1.4426950408889634f)), one = splat(1.0f);  // e^-|gate|, which cannot overflow
+  const V e = exp(zero() - abs(gate)), one = splat(1.0f);  // it cannot overflow
   const V positive = one / (one + e);
   return gate * where_below(gate, zero(), e * positive, positive) * up;
 }

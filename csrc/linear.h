@@ -1,7 +1,8 @@
 // y = x Wᵀ (+ bias) (+ residual) for any number of rows.
 //
-// One accumulator per output runs through k in order, whatever the number of rows or columns worked on together: a
-// row's result does not depend on its batch-mates.
+// Each output is summed in stretches of k that begin at fixed places (short sums round less), one accumulator running
+// through a stretch in order, whatever the number of rows or columns worked on together: a row's result does not depend
+// on its batch-mates.
 #pragma once
 #include "kernels.h"
 #include "vec.h"
@@ -17,6 +18,8 @@ constexpr int LINEAR_ROWS = 5, LINEAR_BLOCKS = 1;
 constexpr int LINEAR_ROWS = 2, LINEAR_BLOCKS = 1;
 #endif
 
+constexpr int STRETCH = 256;  // of k, in words
+
 template <class Task>
 void parallel(const Parallel& p, int count, const Task& task) {
   p.run(p.pool, count, [](const void* t, int i) { (*static_cast<const Task*>(t))(i); }, &task);
@@ -31,8 +34,8 @@ inline int64_t packed_block(const Packed& w) {  // bytes of 16 outputs
 
 // R rows times C blocks of 16 outputs. `ahead` is what will be read next: its lines are fetched along the way.
 template <int R, int C>
-inline void products(const float* x, int ldx, const float* w, int k, V (&acc)[R][C], const char* ahead) {
-  for (int i = 0; i < k; i++) {
+inline void products(const float* x, int ldx, const float* w, int k, int from, int to, V (&acc)[R][C], const char* ahead) {
+  for (int i = from; i < to; i++) {
     V b[C];
     for (int c = 0; c < C; c++) {
       if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
@@ -45,8 +48,9 @@ inline void products(const float* x, int ldx, const float* w, int k, V (&acc)[R]
   }
 }
 template <int R, int C>
-inline void products(const uint32_t* x, int ldx, const uint32_t* w, int k, V (&acc)[R][C], const char* ahead) {
-  for (int i = 0; i < k; i++) {
+inline void products(const uint32_t* x, int ldx, const uint32_t* w, int k, int from, int to, V (&acc)[R][C],
+                     const char* ahead) {
+  for (int i = from; i < to; i++) {
     P b[C];
     for (int c = 0; c < C; c++) {
       if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
@@ -83,12 +87,17 @@ inline void put(const Output& out, int row, int column, V v) {
 
 template <int R, int C, class T>
 inline void block(const T* x, int ldx, const T* w, int k, const Output& out, int row, int column, const char* ahead) {
+  alignas(64) float total[R][C][16];
   V acc[R][C];
-  for (auto& line : acc)
-    for (auto& v : line) v = zero();
-  products<R, C>(x, ldx, w, k, acc, ahead);
+  for (int from = 0; from < k; from += STRETCH) {
+    for (auto& line : acc)
+      for (auto& v : line) v = zero();
+    products<R, C>(x, ldx, w, k, from, min(k, from + STRETCH), acc, ahead);
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) store(total[r][c], from ? load(total[r][c]) + acc[r][c] : acc[r][c]);
+  }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) put(out, row + r, column + c * 16, acc[r][c]);
+    for (int c = 0; c < C; c++) put(out, row + r, column + c * 16, load(total[r][c]));
 }
 
 template <int C, class T>

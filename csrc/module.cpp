@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
@@ -110,24 +111,28 @@ struct Decoder {
 
 class Runtime {
  public:
-  Runtime(const std::string& isa, int threads) : pool_(threads) {
+  Runtime(const std::string& isa, int threads) : pool_(new Pool(threads)) {
     for (const Kernels* kernels : usable())
       if (isa == kernels->name) kernels_ = kernels;
     if (!kernels_) throw std::invalid_argument("this processor has no instruction set " + isa);
-    parallel_ = {&pool_, [](void* pool, int n, void (*call)(const void*, int), const void* task) {
+    parallel_ = {pool_, [](void* pool, int n, void (*call)(const void*, int), const void* task) {
                    static_cast<Pool*>(pool)->run(n, [&](int i) { call(task, i); });
                  },
-                 pool_.size()};
+                 pool_->size()};
   }
+  ~Runtime() {
+    if (owner_ == getpid()) delete pool_;  // in a forked child there are no threads to wait for: leave it alone
+  }
+  Runtime(const Runtime&) = delete;
 
   std::string isa() const { return kernels_->name; }
-  int threads() const { return pool_.size(); }
+  int threads() const { return pool_->size(); }
 
   void pack(uintptr_t weight, uintptr_t out, int n, int k, bool bf16) {
     // Blocks of 16 rows are packed apart: each is contiguous in the result.
     const int64_t bytes = int64_t(16) * (bf16 ? (k + 1) / 2 * 4 : k * 4);
     std::lock_guard<std::mutex> lock(mutex_);
-    pool_.run((n + 15) / 16, [&](int i) {
+    pool_->run((n + 15) / 16, [&](int i) {
       kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * k, at<char>(out) + i * bytes, std::min(16, n - i * 16),
                      k, bf16);
     });
@@ -170,7 +175,7 @@ class Runtime {
 
   double read(uintptr_t data, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<float> out(pool_.size() * 8);
+    std::vector<float> out(pool_->size() * 8);
     kernels_->read(parallel_, at<const void>(data), bytes, out.data());
     double total = 0;
     for (float f : out) total += f;
@@ -194,7 +199,8 @@ class Runtime {
     return {p[0], p[1], p[2], p[3], p[4], p[5], partial_.data(), rounded_.data()};
   }
 
-  Pool pool_;
+  const pid_t owner_ = getpid();
+  Pool* pool_;
   Parallel parallel_;
   const Kernels* kernels_ = nullptr;
   std::mutex mutex_;  // one call at a time: the buffers are shared

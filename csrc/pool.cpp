@@ -8,6 +8,7 @@
 namespace longdraft {
 namespace {
 constexpr auto SPIN = std::chrono::microseconds(100);
+constexpr int SPINS_BEFORE_YIELD = 2000;  // some 50 µs
 
 void pause() {
 #if defined(__x86_64__)
@@ -17,7 +18,7 @@ void pause() {
 }  // namespace
 
 Pool::Pool(int threads) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(0); });
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
 }
 
 Pool::~Pool() {
@@ -35,25 +36,32 @@ void Pool::start(int count, Call call, const void* task) {
   task_ = task;
   count_ = count;
   next_.store(0, std::memory_order_relaxed);
-  busy_.store(int(workers_.size()), std::memory_order_relaxed);
-  region_.fetch_add(1);  // publishes all of the above
+  open_.store(true);
+  region_.fetch_add(1);
   if (asleep_.load()) {
     { std::lock_guard<std::mutex> lock(mutex_); }  // nobody is between its last look and its sleep
     wake_.notify_all();
   }
   drain();
-  while (busy_.load(std::memory_order_acquire)) pause();
+  open_.store(false);
+  // Only threads that are inside are waited for: one that the system has not let run yet comes too late, no more.
+  for (int spins = 0; inside_.load(); spins++) {
+    if (spins < SPINS_BEFORE_YIELD)
+      pause();
+    else
+      std::this_thread::yield();
+  }
 }
 
 void Pool::drain() {
   for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(task_, i);
 }
 
-void Pool::work(int) {
+void Pool::work() {
   uint64_t seen = 0;
   for (;;) {
     auto until = std::chrono::steady_clock::now() + SPIN;
-    while (region_.load(std::memory_order_acquire) == seen) {
+    while (region_.load() == seen) {
       for (int i = 0; i < 32; i++) pause();
       if (std::chrono::steady_clock::now() < until) continue;
       std::unique_lock<std::mutex> lock(mutex_);
@@ -61,10 +69,11 @@ void Pool::work(int) {
       wake_.wait(lock, [&] { return region_.load() != seen; });
       asleep_.fetch_sub(1);
     }
-    seen = region_.load(std::memory_order_acquire);
+    seen = region_.load();
     if (stop_) return;
-    drain();
-    busy_.fetch_sub(1, std::memory_order_release);
+    inside_.fetch_add(1);
+    if (open_.load()) drain();  // what it works on stays as it is until it has left
+    inside_.fetch_sub(1);
   }
 }
 

@@ -34,7 +34,7 @@ class Pool {
  private:
   using Call = void (*)(const void*, int);
   void start(int count, Call call, const void* task);
-  void work(int index);
+  void work();
   void drain();
 
   std::vector<std::thread> workers_;
@@ -42,7 +42,8 @@ class Pool {
   const void* task_ = nullptr;
   int count_ = 0;
   alignas(64) std::atomic<int> next_{0};
-  alignas(64) std::atomic<int> busy_{0};
+  alignas(64) std::atomic<int> inside_{0};  // threads that may touch the tasks
+  std::atomic<bool> open_{false};
   alignas(64) std::atomic<uint64_t> region_{0};
   std::atomic<int> asleep_{0};
   bool stop_ = false;

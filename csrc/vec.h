@@ -179,19 +179,30 @@ inline float largest(V a) {
   return f[0];
 }
 
-// 2^x for x ≤ 0; below 2^-126 exactly 0, so that hidden keys weigh nothing; NaN stays NaN.
-inline V exp2(V x) {
-  const V lowest = splat(-126.0f);
-  V y = max(lowest, x);
-  V n = round(y), f = y - n;
-  V p = splat(1.5403530393381609e-4f);
+// 2^(n + f) for whole n and |f| ≤ 1/2
+inline V exp2_of(V n, V f) {
+  V p = splat(1.5252733804059841e-5f);
+  p = fma(p, f, splat(1.5403530393381609e-4f));
   p = fma(p, f, splat(1.3333558146428443e-3f));
   p = fma(p, f, splat(9.6181291076284772e-3f));
   p = fma(p, f, splat(5.5504108664821580e-2f));
   p = fma(p, f, splat(2.4022650695910072e-1f));
   p = fma(p, f, splat(6.9314718055994531e-1f));
   p = fma(p, f, splat(1.0f));
-  return where_below(x, lowest, zero(), scale2(p, n));
+  return scale2(p, n);
+}
+
+// 2^x for x ≤ 0; below 2^-126 exactly 0, so that hidden keys weigh nothing; NaN stays NaN.
+inline V exp2(V x) {
+  const V lowest = splat(-126.0f), y = max(lowest, x), n = round(y);
+  return where_below(x, lowest, zero(), exp2_of(n, y - n));
+}
+
+// e^x for x ≤ 0, likewise; the product with log2(e) is kept to more digits than a float has.
+inline V exp(V x) {
+  const V lowest = splat(-87.0f), y = max(lowest, x), high = splat(1.44269502f), low = splat(1.92596303e-8f);
+  const V n = round(y * high);
+  return where_below(x, lowest, zero(), exp2_of(n, fma(y, low, fma(y, high, zero() - n))));
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }

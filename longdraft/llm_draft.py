@@ -8,7 +8,7 @@ from typing import Any
 
 from longdraft.checkpoint.base import Checkpoint
 from longdraft.checkpoint.bundled import NAME as BUNDLED
-from longdraft.checkpoint.load import HUB_ID, load_checkpoint
+from longdraft.checkpoint.load import HUB_ID, load_checkpoint, look_up
 from longdraft.checkpoint.pairing import check_pair
 from longdraft.config import DraftConfig
 from longdraft.drafts.registry import NAMED, check
@@ -34,7 +34,7 @@ def resolve_draft(draft: Draft) -> DraftConfig | None:
 
 def _model_name(name: str) -> str:
     """``name``, if it can be a model's; else it was meant to be a draft's."""
-    if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or Path(name).expanduser().exists():
+    if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or any(look_up(name)[1:]):
         return name
     raise InvalidValueError("draft", name, f"must be one of {', '.join(NAMED)}, or a model's path or name")
 

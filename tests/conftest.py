@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import lzma
+import os
 import socket
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +18,9 @@ from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other, and xdist runs several workers
+# Tiny tensors: more threads only wait for each other, and xdist runs several workers.
+torch.set_num_threads(1)
+os.environ.setdefault("LONGDRAFT_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

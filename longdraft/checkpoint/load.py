@@ -21,7 +21,7 @@ from longdraft.checkpoint.tokenizer_gguf import build_tokenizer
 from longdraft.errors import InvalidValueError, MissingDependencyError, ModelFileError, ModelNotFoundError
 from longdraft.models.config import ModelConfig, parse_hf_config
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.gguf"]
 
 
@@ -39,11 +39,7 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
         raise InvalidValueError("model", model, "must be a path, a name or a hub id")
     if not str(model):
         raise InvalidValueError("model", model, "must not be empty", "Leave it out for the embedded model.")
-    path = Path(model).expanduser()
-    try:
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError):  # too long a name, or a NUL in it
-        is_folder = is_file = False
+    path, is_folder, is_file = look_up(model)
     if is_folder:
         return _from_folder(path, path.resolve().name)
     if is_file:
@@ -57,6 +53,16 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
         f"There is no file or folder {str(model)[:200]!r}, and it is not a hub id of the form owner/name. "
         f"Leave the model out (or say {BUNDLED!r}) for the embedded one."
     )
+
+
+def look_up(name: str | PathLike[str]) -> tuple[Path, bool, bool]:
+    """A path with ``~`` resolved, and whether a folder or a file is there."""
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        return path, path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a NUL in it, an unknown user's home
+        return path, False, False
 
 
 def _from_gguf(path: Path, name: str) -> Checkpoint:

@@ -71,6 +71,10 @@ class SmallModel(ModelDraft):
 
     def begin(self, rows: Seq[DraftRow]) -> list[Feed | None]:
         """See ``ModelDraft``: one token after a refusal, two where all proposals stood, more after a rest."""
+        for row in rows:  # all give back what was refused before any of them asks for more
+            state = self._state(row.seq)
+            self._settle(row.seq, state)
+            self._reserve(state, 0)
         states = [self._current(row) for row in rows]
         for row, state in zip(rows, states, strict=True):
             if state and len(row.seq.ids) - state.known > self._catch_up:
@@ -145,8 +149,7 @@ class SmallModel(ModelDraft):
 
     def _current(self, row: DraftRow) -> _State | None:
         """The row's state with room for its missing tokens and its proposals; ``None`` if there is none."""
-        state, size = self._state(row.seq), self.draft.max_length
-        self._settle(row.seq, state)
+        state, size = self._states[row.seq.id], self.draft.max_length
         needed = len(row.seq.ids) - state.known + row.gamma - 1
         if state.length + needed > size:
             if not self._rebase(row.seq, state):
@@ -156,6 +159,8 @@ class SmallModel(ModelDraft):
 
     def _settle(self, seq: Sequence, state: _State) -> None:
         """Keep the guesses that the sequence now has, forget the others."""
+        if state.known >= len(seq.ids):  # proposed for a step that failed
+            state.known, state.guesses = len(seq.ids) - 1, []
         new = seq.ids[state.known : len(seq.ids) - 1]  # the newest token is always fed again: its logits are wanted
         pairs = zip(state.guesses, new, strict=False)
         state.known += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -166,7 +171,7 @@ class SmallModel(ModelDraft):
 
         The whole cache has no such short form: a draft that reads everything ends at its range.
         """
-        if isinstance(self.selector, Full):
+        if isinstance(self.selector, Full) or self.draft.max_length < 2:
             return False
         keep = min(self.selector.budget, self.draft.max_length // 2)  # the other half is left to grow into
         sinks = min(self._sinks, keep // 2)

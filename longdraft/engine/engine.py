@@ -12,11 +12,11 @@ import torch
 
 from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, as_int
-from longdraft.core import Batch, Sequence, SequenceStats, Status, StepOutput
+from longdraft.core import Batch, Row, Sequence, SequenceStats, Status, StepOutput
 from longdraft.drafts.small_model import DraftModel
 from longdraft.engine import stops
 from longdraft.engine.admission import check_ids, derived_seed, fit_prompt, resolve
-from longdraft.engine.decide import decide
+from longdraft.engine.decide import Decision, decide
 from longdraft.engine.detokenize import Detokenizer
 from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
@@ -152,28 +152,33 @@ class Engine:
     def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> list[StepOutput]:
         """One pass of the target over the batch's tokens and proposals, and what follows from it for each row."""
         decisions = decide(batch.rows, self.runner.forward(batch), log_q)
-        outputs = []
-        for row, decision in zip(batch.rows, decisions, strict=True):
-            text = self._texts.get(row.seq.id)
-            tokens, reason = stops.cut(row.seq, decision.tokens, text)
-            row.seq.logprobs += decision.logprobs[: len(tokens)]
-            row.seq.prompt_logprobs += decision.prompt_logprobs
-            if not batch.prefill:
-                # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
-                drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
-                row.seq.stats.count(drafted, min(decision.accepted, drafted), len(tokens))
-            error = decision.error if reason is None else None
-            reason = "error" if error else reason
-            self.scheduler.commit(row, tokens)
-            if reason:
-                outputs.append(self._end(row.seq, tokens, reason, error))
-            elif tokens:
-                outputs.append(StepOutput(row.seq, tokens))
+        ends = [self._commit(row, decision, batch.prefill) for row, decision in zip(batch.rows, decisions, strict=True)]
         if batch.prefill:
             started = time.perf_counter()
             self.runner.follow(batch)
             self.stats.draft_prefill_s += time.perf_counter() - started
+            self.scheduler.share_prompts()  # before a sequence may end, and after drafts have taken in its prompt
+        outputs = []
+        for row, (tokens, reason, error) in zip(batch.rows, ends, strict=True):
+            if reason:
+                outputs.append(self._end(row.seq, tokens, reason, error))
+            elif tokens:
+                outputs.append(StepOutput(row.seq, tokens))
         return outputs
+
+    def _commit(self, row: Row, decision: Decision, prefill: bool) -> tuple[list[int], str | None, str | None]:
+        """Note what a row got: its tokens, cut at a stop, and why it ends, if it does."""
+        seq = row.seq
+        tokens, reason = stops.cut(seq, decision.tokens, self._texts.get(seq.id))
+        seq.logprobs += decision.logprobs[: len(tokens)]
+        seq.prompt_logprobs += decision.prompt_logprobs
+        if not prefill:
+            # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
+            drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
+            seq.stats.count(drafted, min(decision.accepted, drafted), len(tokens))
+        self.scheduler.commit(row, tokens)
+        error = decision.error if reason is None else None
+        return tokens, "error" if error else reason, error
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
         self.scheduler.finish(seq, reason, error)

@@ -53,6 +53,7 @@ class Scheduler:
             self._on_fork(source, child)
             self.running.append(child)
         else:
+            _forget_scores(child)
             self.waiting.append(child)
 
     def schedule(self) -> Batch | None:
@@ -89,8 +90,6 @@ class Scheduler:
         seq = row.seq
         seq.num_committed += row.num_tokens + max(0, len(tokens) - 1)
         seq.ids.extend(tokens)
-        if seq.num_committed == seq.num_prompt:
-            self._share_prompts()  # at once: the sequence may end with this very step
         if row.room:
             self.store.truncate(seq.id, seq.num_committed)
 
@@ -99,8 +98,7 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         seq.num_committed = 0
-        if len(seq.prompt_logprobs) < seq.num_prompt - 1:
-            seq.prompt_logprobs.clear()  # it will pass there once more
+        _forget_scores(seq)
         seq.status = Status.WAITING
         seq.stats.preemptions += 1
         self.num_preemptions += 1
@@ -125,7 +123,7 @@ class Scheduler:
 
     def _prefill_rows(self) -> list[Row]:
         budget, rows = self.config.max_num_batched_tokens, []
-        self._share_prompts()
+        self.share_prompts()
         for seq in [s for s in self.running if not s.decoding and not s.held]:
             n = min(seq.num_pending, budget)
             if n and seq.status is Status.RUNNING and self._reserve(seq, n):
@@ -150,7 +148,7 @@ class Scheduler:
             budget -= n
         return rows
 
-    def _share_prompts(self) -> None:
+    def share_prompts(self) -> None:
         """Start new sequences on their sources' cached prompts; the last token is fed again, to draw after it."""
         for seq in [s for s in self.waiting if s.source and s.source.status is Status.RUNNING and _able(s)]:
             fits = self.store.num_free_pages > len(self.running) < self.config.max_num_seqs
@@ -176,6 +174,12 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
+
+
+def _forget_scores(seq: Sequence) -> None:
+    """A sequence that starts anew in mid-prompt will score its tokens once more."""
+    if len(seq.prompt_logprobs) < seq.num_prompt - 1:
+        seq.prompt_logprobs.clear()
 
 
 def _able(seq: Sequence) -> bool:

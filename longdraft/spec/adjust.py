@@ -30,8 +30,9 @@ def adjust(logits: torch.Tensor, places: Sequence[Place]) -> tuple[torch.Tensor,
         try:
             _mask(out[i], place)
             if place.seq.params.penalised:
-                known = seen.setdefault(place.seq.id, _Seen(place, out.shape[-1], out.device))
-                _penalise(out[i], place.seq.params, known, place.drafted)
+                if place.seq.id not in seen:
+                    seen[place.seq.id] = _Seen(place, out.shape[-1], out.device)
+                _penalise(out[i], place.seq.params, seen[place.seq.id], place.drafted)
             out[i] = _process(out[i], place)
         except Exception as error:  # a processor may raise anything; it is its own request's fault
             errors[i] = f"a logits processor raised {type(error).__name__}: {error}"
@@ -83,8 +84,8 @@ def _penalise(row: torch.Tensor, params: SamplingParams, seen: _Seen, drafted: S
         factor = params.repetition_penalty
         shrunk = torch.where(row > 0, row / factor, row * factor)
         row.copy_(torch.where(seen.prompt | (counts > 0), shrunk, row))
-    row -= params.frequency_penalty * counts
-    row -= params.presence_penalty * (counts > 0)
+    row -= params.frequency_penalty * counts.to(row.dtype)
+    row -= params.presence_penalty * (counts > 0).to(row.dtype)
 
 
 def _process(row: torch.Tensor, place: Place) -> torch.Tensor:

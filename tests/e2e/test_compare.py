@@ -10,7 +10,7 @@ from longdraft.compare import compare
 from longdraft.core import Place, Sequence
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, forced_logits, margin, rounding, tier
-from tests.e2e.test_cli import longdraft
+from tests.e2e.test_cli import TIER, longdraft
 from tests.parity.models import tiny_checkpoint
 
 KEYS = {
@@ -92,7 +92,7 @@ def test_tiers(folder, llm):
     assert tier(llm.model, DraftConfig(sampling_rule="maximal")) == "distribution"
     small = LLM(folder, draft=DraftConfig(sampling_rule="maximal"), kv_cache_memory_bytes=2**22)
     assert small.exactness == "distribution"
-    assert tier(small.model) == "near-tie"
+    assert tier(small.model) == TIER
 
 
 def place(ids, params):
@@ -218,7 +218,7 @@ def test_verify_prints_the_tier_and_its_checks():
     done = longdraft("verify", "--prompt-tokens", "60", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["tier"] == "near-tie"
+    assert report["tier"] == TIER
     assert len(report["checks"]) >= 8
     assert all(check["passed"] and check["name"] and "figure" in check for check in report["checks"])
 

@@ -10,7 +10,6 @@ from longdraft.engine.admission import derived_seed
 from longdraft.sampling_params import SamplingParams
 from tests.exact.test_contract import (
     DRAFTS,
-    VOCAB,
     Kit,
     by_prompt,
     check_nothing_left,
@@ -31,8 +30,8 @@ def kit(tiny):
 
 
 def unlucky(ids, logits):
-    """Fails where the last token is one of a few."""
-    if ids and ids[-1] % 6 == 3:
+    """Fails behind an odd token."""
+    if ids and ids[-1] % 2:
         raise ValueError("unlucky")
     return logits
 
@@ -47,7 +46,7 @@ CHOICES = {
     "logit_bias": lambda rng: {t: rng.choice([-100, -4, 3, 5]) for t in random_ids(rng, 6)},
     "bad_words": lambda rng: [random_ids(rng, rng.choice([1, 1, 1, 2])) for _ in range(20)],
     "allowed_token_ids": lambda rng: random_ids(rng, rng.choice([2, 5, 60])),
-    "logits_processors": lambda rng: rng.choice([push_away, by_prompt, [by_prompt, push_away], unlucky]),
+    "logits_processors": lambda rng: rng.choice([push_away, [by_prompt, push_away], unlucky]),
     "min_tokens": lambda rng: rng.randint(1, 8),
     "stop_token_ids": lambda rng: random_ids(rng, 12),
     "stop": lambda rng: rng.choice([["A", "#"], ["B"], ["bC", "cDd", "zz"], ["D"]]),
@@ -70,9 +69,9 @@ def random_request(rng):
 
 
 def random_draft(rng):
-    return (
-        None if rng.random() < 0.1 else replace(DRAFTS[rng.choice(list(DRAFTS))], gamma=rng.choice((1, 2, 2, 3, 4, 8)))
-    )
+    if rng.random() < 0.1:
+        return None
+    return replace(DRAFTS[rng.choice(list(DRAFTS))], gamma=rng.choice((1, 2, 2, 3, 4, 8)))
 
 
 class Traffic:
@@ -108,17 +107,18 @@ class Traffic:
         self.engine.hold(request_id, not self.engine.sequence(request_id).held)
 
     def act(self):
+        """A new request, or something that happens to an old one; where all that is left is held, it may go on."""
         live = list(self.engine._sequences)
         if self.joined < REQUESTS and (len(live) < 10 or self.rng.random() < 0.1):
-            self.join()
-            return
+            return self.join()
         what = self.rng.choices(["fork", "abort", "preempt", "hold", "nothing"], [3, 2, 3, 3, 80])[0]
         if what != "nothing" and live:
-            getattr(self, what)(self.rng.choice(live))
             self.did[what] += 1
-        elif not self.engine.has_work and live:
+            return getattr(self, what)(self.rng.choice(live))
+        if not self.engine.has_work:
             for request_id in live:
                 self.engine.hold(request_id, False)
+        return None
 
     def run(self):
         while self.joined < REQUESTS or self.engine.num_unfinished:
@@ -126,19 +126,22 @@ class Traffic:
             self.engine.step()
             for store in (self.engine.store, *(small.store for small in self.engine.runner.small.values())):
                 store.check_integrity()
+            running = {seq.id for seq in self.engine.scheduler.running}
+            for draft in self.engine.runner._drafts.values():
+                assert running.issuperset(getattr(draft, "_states", ()))
 
 
 def check(kit, seq, prompt, params):
     """What came is what a plain request gives alone, or its beginning if it was aborted."""
     want = kit.alone(prompt, params, max_model_len=SIZES["max_model_len"])[0]
     if seq.finish_reason != "abort":
-        return check_same(seq, want)
+        check_same(seq, want)
+        return
     n = len(seq.output_ids)
     assert seq.output_ids == want.output_ids[:n]
     assert n < len(want.output_ids) or want.finish_reason == "error"
     check_same_logprobs(seq.logprobs, want.logprobs[:n])
     check_same_logprobs(seq.prompt_logprobs, want.prompt_logprobs[: len(seq.prompt_logprobs)])
-    return None
 
 
 def check_traffic(kit, seed):
@@ -150,16 +153,13 @@ def check_traffic(kit, seed):
         check(kit, seq, prompt, params)
     seqs = [seq for seq, _, _ in traffic.wanted.values()]
     reasons = Counter(seq.finish_reason for seq in seqs)
-    assert min(reasons[x] for x in ("stop", "length", "error", "abort")) >= 4, reasons
+    assert min(reasons[x] for x in ("stop", "length", "error", "abort")) >= 3, reasons
     assert min(traffic.did[x] for x in ("fork", "abort", "preempt", "hold")) >= 10, traffic.did
     assert traffic.engine.scheduler.num_preemptions > traffic.did["preempt"] + 3  # some for want of pages
     for what in ("drafted", "accepted"):
         assert sum(sum(getattr(seq.stats, what)) for seq in seqs) > REQUESTS
-    assert {seq.draft and replace(seq.draft, gamma=1) for seq in seqs} == {
-        None,
-        *(replace(d, gamma=1) for d in DRAFTS.values()),
-    }
-    assert VOCAB > max(max(seq.ids) for seq in seqs)
+    used = {seq.draft and replace(seq.draft, gamma=1) for seq in seqs}
+    assert used == {None, *(replace(draft, gamma=1) for draft in DRAFTS.values())}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -255,8 +255,9 @@ class Drafting:
         assert len(store._tables[state.row]) == store.pages_for(length + g - 1)
         other = self.rng.choice([t for t in range(VOCAB) if own[a:] == [] or t != own[a]])
         self.go_on(seq, [*own[:a], other])
-        self.draft._settle(seq, state)
-        assert state.length == length + min(a, g - 1)
+        settled = replace(state)  # a copy: the text may go on before the draft looks at it
+        self.draft._settle(seq, settled)
+        assert settled.length == length + min(a, g - 1)
         self.patterns += 1
 
     def go_on(self, seq, tokens):
@@ -329,6 +330,33 @@ def test_every_number_of_accepted_tokens(selector, g):
     assert drafting.patterns == 2 * (g + 3)
 
 
+@pytest.mark.parametrize(("budget", "sinks"), [(12, 2), (6, 3), (5, 0), (2, 1), (1, 0)])
+def test_a_selection_that_leaves_something_out(budget, sinks):
+    """What is fed before the proposals: at full attention a prompt and long rests, over the selection a few tokens."""
+    selector, rng = StreamingLLM(budget, sinks), random.Random(budget)
+    draft, reference = Recorded(DraftModel(NANO, 100), selector, VOCAB), Reference(NANO)
+    seq = Sequence(0, [rng.randrange(VOCAB) for _ in range(30)], 30, greedy(300), 0, 1000, num_committed=29)
+    draft.follow([seq])
+    reference.take(seq.ids[:29])
+    for step in range(24):
+        missing = seq.ids[reference.length :]
+        if len(missing) > max(1, budget - selector.sinks):
+            reference.take(missing[:-1])
+            missing = missing[-1:]
+        first = feed(NANO, reference.store, [Feed(0, reference.length, missing, 1)], selector.select)
+        reference.length += len(missing)
+        (own,) = draft.propose([DraftRow(seq, 4)], sampled=False).tokens
+        logits = torch.cat([first, *(reference.take([token], selector.select) for token in own[:-1])])
+        close(torch.stack(draft.logits[draft._states[0].row]), logits)
+        assert own == logits.argmax(dim=1).tolist()
+        close(cached(draft.draft.store, draft._states[0].row, len(seq.ids) + 3), reference.cached())
+        accepted = step % 5
+        reference.length = len(seq.ids) + min(accepted, 3)
+        other = (own[accepted] + 1) % VOCAB if accepted < 4 else 0
+        seq.ids += [*own[:accepted], other, *(rng.randrange(VOCAB) for _ in range(step % 7 * (step % 2)))]
+        seq.num_committed = len(seq.ids) - 1
+
+
 def test_a_source_and_its_fork_part_within_a_shared_page():
     draft, rng = Recorded(DraftModel(NANO, 400), Full(1), VOCAB), random.Random(0)
     for n in range(1, 10):
@@ -364,7 +392,6 @@ def test_a_fork_of_a_prompt_takes_no_more_than_the_prompt():
     drafting.check()
 
 
-@pytest.mark.xfail(strict=True, reason="a text that did not grow since it was proposed for leaves nothing to feed")
 def test_a_step_that_was_interrupted_can_be_taken_again(tiny, plain):
     """Proposed, but never verified: as by Ctrl-C in the target's pass."""
     engine = engine_of(tiny, {"self": tiny})
@@ -616,13 +643,13 @@ def run_short(tiny, plain, short, monkeypatch, draft, prompt, cap):
     return seq, {length: len(tokens) for length, tokens in sizes.items()}
 
 
-BUDGETS = [(512, 16), (64, 16), (12, 2), (12, 0), (32, 16), (16, 8), (17, 3), (2, 1), (1, 0), (1, 16), (3, 16)]
+BUDGETS = [(512, 16), (12, 2), (12, 0), (32, 16), (16, 8), (3, 16), (2, 1), (1, 0)]
 
 
 @pytest.mark.parametrize(("budget", "sinks"), BUDGETS)
 def test_drafting_goes_on_beyond_the_range(tiny, plain, short, monkeypatch, budget, sinks):
     """Case O14 (b): 200 tokens after a prompt of 20 with a draft of 32 positions, none of which is ever passed."""
-    draft, cap = replace(STREAMING, budget=budget, sinks=sinks), 200 if budget == 12 else 40
+    draft, cap = replace(STREAMING, budget=budget, sinks=sinks), 200 if (budget, sinks) == (12, 2) else 40
     seq, sizes = run_short(tiny, plain, short, monkeypatch, draft, 20, cap)
     assert all(n == min(4, 19 + cap - length) for length, n in sizes.items())
     assert max(sizes) > 13 + cap
@@ -652,6 +679,17 @@ def test_prompts_around_and_beyond_the_range(tiny, plain, short, monkeypatch, kv
     else:
         assert sum(sizes.values()) == 0
         assert seq.stats.verify_passes == 23
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("kv", SELECTORS)
+def test_ranges_of_a_few_tokens(tiny, plain, kv, size):
+    for prompt in (PROMPT, [5]):
+        models = {"small": model_of(max_position_embeddings=size)}
+        (seq,) = run_requests(tiny, models, [(prompt, greedy(12))], [replace(STREAMING, kv=kv)])
+        assert seq.output_ids == plain(prompt, greedy(12))
+        assert (drafted([seq]) > 0) is (kv != "full" or len(prompt) == 1)
+        assert len(seq.stats.drafted) <= size // 2
 
 
 @pytest.mark.parametrize(("budget", "sinks"), BUDGETS)
@@ -697,7 +735,7 @@ def check_steps(draft, reference, state, seq, own, logits, keep):
 
 @pytest.mark.parametrize("sinks", [0, 2, 16])
 def test_forks_and_preemption_beyond_the_range(tiny, short, sinks):
-    params, engine = greedy(40), engine_of(tiny, {"small": short})
+    params, engine = greedy(36), engine_of(tiny, {"small": short})
     draft = replace(STREAMING, sinks=sinks, budget=16)
     prompt = [(5 * i + 3) % 128 for i in range(60)]
     seq = engine.sequence(engine.add(prompt, params, draft))
@@ -842,7 +880,6 @@ def other():
     return model_of(2, num_layers=1)
 
 
-@pytest.mark.xfail(strict=True, reason="rows wait in turn for pages that the guesses of later rows still hold")
 def test_the_drafts_pages_last_as_long_as_the_targets(tiny, plain, other):
     """All rows drafting in a pool that is short of pages: where the target has room for a row, the draft has."""
     rng, engine = random.Random(4), engine_of(tiny, {"small": other}, num_pages=12)
@@ -862,7 +899,6 @@ def test_the_drafts_pages_last_as_long_as_the_targets(tiny, plain, other):
     assert refused == []
 
 
-@pytest.mark.xfail(strict=True, reason="completions share the target's pages of their prompt, but not the draft's")
 def test_completions_share_the_drafts_pages_of_their_prompt(tiny, other):
     """Six completions of 200 tokens in a pool that holds the prompt once."""
     engine = engine_of(tiny, {"small": other}, num_pages=24)
@@ -1132,13 +1168,13 @@ LAWS = {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_under_the_maximal_rule(eight, law, name):
-    """800 seeds against the exact joint law of three tokens; ids that the draft lacks have q = 0."""
+    """600 seeds against the exact joint law of three tokens; ids that the draft lacks have q = 0."""
     sizes, config = LAWS[name]
     small = eight_model(3, 1, **sizes)
     if sizes.get("rows") == 10:
         raise_ids(small, {9: 1e4})
     config = replace(config, sampling_rule="maximal")
-    tokens, seqs = sample_law(eight, config, 3, 800, prepare=lambda e: with_models(e, {"small": small}))
+    tokens, seqs = sample_law(eight, config, 3, 600, prepare=lambda e: with_models(e, {"small": small}))
     assert g_test(counts(tokens, 8), law) > 1e-4
     assert 0.02 * drafted(seqs) < accepted(seqs) < 0.98 * drafted(seqs)
 

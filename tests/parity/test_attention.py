@@ -117,7 +117,12 @@ def test_rectangles_partition_the_rows_and_bound_the_padding():
 def test_dispatch_explains_and_obeys_the_switch(monkeypatch):
     spec = CallSpec("cpu", torch.float32, torch.float32, 64, 3, 16)
     monkeypatch.delenv("LONGDRAFT_KERNELS", raising=False)
-    assert explain("attention", spec) == [("torch", "used"), ("ref", "also fits")]
+    verdicts = explain("attention", spec)
+    assert [name for name, _ in verdicts] == ["native", "torch", "ref"]
+    assert [verdict for _, verdict in verdicts].count("used") == 1
+    assert verdicts[2] == ("ref", "also fits")
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "torch")
+    assert explain("attention", spec)[0] == ("torch", "used")
     monkeypatch.setenv("LONGDRAFT_KERNELS", "ref")
     assert select("attention", spec) is ReferenceAttention
     monkeypatch.setenv("LONGDRAFT_KERNELS", "fast")

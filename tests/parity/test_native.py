@@ -294,6 +294,19 @@ def run_with(**environment):
     return done.stdout.splitlines()
 
 
+def test_a_forked_child_makes_threads_of_its_own():
+    """The parent's threads do not exist there; neither using the kernels nor leaving may wait for them."""
+    torch.manual_seed(0)
+    layer, x = native.NativeLinear(torch.randn(64, 64), None, spec_of(torch.float32)), torch.randn(40, 64)
+    want = layer(x)
+    pid = os.fork()
+    if pid == 0:
+        same = torch.equal(layer(x), want)
+        native.runtime.cache_clear()  # destroys what it holds
+        os._exit(0 if same else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_threads_change_no_bit():
     outcomes = [run_with(LONGDRAFT_THREADS=str(n)) for n in (1, 2, 3)]
     assert [out[0].split()[1] for out in outcomes] == ["1", "2", "3"]
