@@ -24,7 +24,7 @@ class Draft(ABC):
     """Proposes tokens for sequences of a target.
 
     State, where there is any, is kept by sequence id. ``seq.ids`` only ever grows, so a state is brought up to date by
-    looking at what was added since: nothing is announced when proposals are accepted or refused, and a draft that sat
+    looking at what was added since: nobody says which proposals were accepted, and a draft that sat
     out some rounds catches up by itself.
     """
 
@@ -40,6 +40,9 @@ class Draft(ABC):
 
         Optional: a draft that does nothing here catches up at its first proposal.
         """
+
+    def settle(self, seqs: Seq[Sequence]) -> None:  # noqa: B027
+        """After proposals were verified: give back what refused ones hold, unless the next proposal does that."""
 
     def fork(self, source: Sequence, child: Sequence) -> None:  # noqa: B027
         """``child`` goes on from ``source``'s ids: share the state, or leave it to be built anew."""

@@ -71,10 +71,9 @@ class SmallModel(ModelDraft):
 
     def begin(self, rows: Seq[DraftRow]) -> list[Feed | None]:
         """See ``ModelDraft``: one token after a refusal, two where all proposals stood, more after a rest."""
-        for row in rows:  # all give back what was refused before any of them asks for more
-            state = self._state(row.seq)
-            self._settle(row.seq, state)
-            self._reserve(state, 0)
+        for row in rows:
+            self._state(row.seq)
+        self.settle([row.seq for row in rows])  # all give back what was refused before any of them asks for more
         states = [self._current(row) for row in rows]
         for row, state in zip(rows, states, strict=True):
             if state and len(row.seq.ids) - state.known > self._catch_up:
@@ -108,6 +107,13 @@ class SmallModel(ModelDraft):
             stop = min(seq.num_committed, self.draft.max_length)
             if not state.skip and state.known < stop and self._reserve(state, stop - state.known):
                 self._fill(seq, state, stop)
+
+    def settle(self, seqs: Seq[Sequence]) -> None:
+        """See ``Draft``."""
+        for seq in seqs:
+            if state := self._states.get(seq.id):
+                self._settle(seq, state)
+                self._reserve(state, 0)
 
     def fork(self, source: Sequence, child: Sequence) -> None:
         """See ``Draft``: the child shares the pages."""

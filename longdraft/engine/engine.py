@@ -153,9 +153,9 @@ class Engine:
         """One pass of the target over the batch's tokens and proposals, and what follows from it for each row."""
         decisions = decide(batch.rows, self.runner.forward(batch), log_q)
         ends = [self._commit(row, decision, batch.prefill) for row, decision in zip(batch.rows, decisions, strict=True)]
+        started = time.perf_counter()
+        self.runner.follow(batch)
         if batch.prefill:
-            started = time.perf_counter()
-            self.runner.follow(batch)
             self.stats.draft_prefill_s += time.perf_counter() - started
             self.scheduler.share_prompts()  # before a sequence may end, and after drafts have taken in its prompt
         outputs = []

@@ -69,13 +69,14 @@ class Runner:
         return feed(self.model, self.store, feeds)
 
     def follow(self, batch: Batch) -> None:
-        """After a prefill step has been committed: let the drafts of its sequences take in what is final now."""
+        """After a step has been committed: let the drafts of its sequences take in, or give up, what is final now."""
         groups: dict[DraftConfig, list[Sequence]] = defaultdict(list)
         for row in batch.rows:
             if row.seq.draft and row.seq.status is Status.RUNNING:
                 groups[_key(row.seq.draft)].append(row.seq)
         for config, seqs in groups.items():
-            self.draft(config).follow(seqs)
+            draft = self.draft(config)
+            draft.follow(seqs) if batch.prefill else draft.settle(seqs)
 
     def fork(self, source: Sequence, child: Sequence) -> None:
         """Let ``child`` share what its draft knows of ``source``, if that has the same draft."""

@@ -159,8 +159,7 @@ def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path):
 
 
 def test_plain_progress_shows_every_phase(monkeypatch, capsys):
-    from longdraft.kernels.native import _native
-from longdraft.cli import progress
+    from longdraft.cli import progress
 
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", -1.0)
     with progress.Progress() as bars:
