@@ -1,4 +1,5 @@
 // Compiled once per instruction set, with LONGDRAFT_ISA set to its name.
+#include "draw.h"
 #include "forward.h"
 
 namespace longdraft {
@@ -31,7 +32,7 @@ void attend(const Parallel& p, const Shape& shape, const View& view, const Piece
 #define LONGDRAFT_STRING(x) #x
 #define LONGDRAFT_NAME(x) LONGDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), pack, linear, write, attend, forward, read};
+const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), pack, linear, write, attend, forward, draw, read};
 
 }  // namespace LONGDRAFT_ISA
 }  // namespace longdraft

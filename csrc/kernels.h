@@ -99,6 +99,8 @@ struct Kernels {
   void (*attention)(const Parallel&, const Shape&, const View&, const Piece*, int, const Merge*, int, const float* q,
                     const Cache&, float* partial, float* out);
   void (*forward)(const Parallel&, const Network&, const Step&, const Scratch&);
+  void (*draw)(const Parallel&, const float* logits, int rows, int n, const double* temperatures, const int64_t* seeds,
+               const int64_t* positions, int role, int64_t* tokens);
   void (*read)(const Parallel&, const void* data, int64_t bytes, float* out);
 };
 

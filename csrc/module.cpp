@@ -173,6 +173,13 @@ class Runtime {
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
   }
 
+  void draw(uintptr_t logits, int rows, int n, uintptr_t temperatures, uintptr_t seeds, uintptr_t positions, int role,
+            uintptr_t tokens) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    kernels_->draw(parallel_, at<const float>(logits), rows, n, at<const double>(temperatures),
+                   at<const int64_t>(seeds), at<const int64_t>(positions), role, at<int64_t>(tokens));
+  }
+
   double read(uintptr_t data, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<float> out(pool_->size() * 8);
@@ -247,5 +254,6 @@ NB_MODULE(_native, m) {
       .def("write", &Runtime::write, Release())
       .def("attention", &Runtime::attention, Release())
       .def("forward", &Runtime::forward, Release())
+      .def("draw", &Runtime::draw, Release())
       .def("read", &Runtime::read, Release());
 }

@@ -120,6 +120,16 @@ class Place:
         return len(self.seq.ids) + len(self.drafted)
 
     @property
+    def seed(self) -> int:
+        """The sequence's seed."""
+        return self.seq.seed
+
+    @property
+    def temperature(self) -> float:
+        """The sequence's temperature."""
+        return self.seq.params.temperature
+
+    @property
     def num_output(self) -> int:
         """Output tokens before it."""
         return self.position - self.seq.num_prompt

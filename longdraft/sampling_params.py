@@ -86,6 +86,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filters(self) -> bool:
+        """Whether some tokens are cut off before drawing."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def penalised(self) -> bool:
         """Whether a penalty counts earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

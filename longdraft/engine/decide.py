@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
 from longdraft.core import Place, Row
 from longdraft.outputs import Logprob
 from longdraft.spec.logprobs import token_logprobs
-from longdraft.spec.next_tokens import distribution
-from longdraft.spec.verify import DRAW_ROWS, Verdict, verify_coupled, verify_maximal
+from longdraft.spec.next_tokens import distribution, draws
+from longdraft.spec.verify import DRAW_ROWS, Verdict, verify_draws, verify_maximal
 
 
 @dataclass(frozen=True)
@@ -31,34 +32,64 @@ class Decision:
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the prompt's next tokens, likewise
 
 
-NOT_FINITE = "the model's logits are not finite"
 Rule = Callable[[torch.Tensor, list[Row], dict[int, torch.Tensor]], Verdict]
 
 
 def decide(rows: list[Row], logits: torch.Tensor, log_q: dict[int, torch.Tensor]) -> list[Decision]:
     """One decision per row. ``logits [R, V]``: ``num_scored + num_logits`` each, in order; ``log_q`` by sequence id."""
-    decisions: dict[int, Decision] = {}
     own = logits.split([row.num_scored + row.num_logits for row in rows])
-    drawn = {i: part[rows[i].num_scored :] for i, part in enumerate(own) if rows[i].num_logits}
-    for part in _slices(rows):
-        for rule in (_coupled, _maximal, _maximal_one_hot):
-            chosen = [i for i in part if _rule(rows[i], log_q) is rule]
-            if chosen:
-                decided = _decide([rows[i] for i in chosen], [drawn[i] for i in chosen], rule, log_q)
-                decisions.update(zip(chosen, decided, strict=True))
-    out = [decisions.get(i, Decision([], 0)) for i in range(len(rows))]
+    drawn = [part[row.num_scored :] for row, part in zip(rows, own, strict=True)]
+    wanted = [i for i, row in enumerate(rows) if row.num_logits]
+    coupled = [i for i in wanted if _rule(rows[i], log_q) is None]
+    out = [Decision([], 0) for _ in rows]
+    if coupled:
+        whole = sum(rows[i].num_logits for i in coupled) == len(logits)
+        chosen = [rows[i] for i in coupled]
+        decided = _coupled(chosen, logits if whole else torch.cat([drawn[i] for i in coupled]))
+        _fill(out, coupled, chosen, decided, drawn)
+    for part in _slices(rows, sorted(set(wanted) - set(coupled))):
+        for rule in (_maximal, _maximal_one_hot):
+            members = [i for i in part if _rule(rows[i], log_q) is rule]
+            if members:
+                chosen = [rows[i] for i in members]
+                decided = _by_law(chosen, torch.cat([drawn[i] for i in members]), rule, log_q)
+                _fill(out, members, chosen, decided, drawn)
     return [_with_prompt_logprobs(*three) for three in zip(rows, out, own, strict=True)]
 
 
-def _rule(row: Row, log_q: dict[int, torch.Tensor]) -> Rule:
-    """Without a proposal both rules draw from the target's distribution, and the coupled draw is the plain one."""
+def _fill(
+    out: list[Decision], at: list[int], rows: list[Row], decisions: list[Decision], logits: list[torch.Tensor]
+) -> None:
+    for i, row, decision in zip(at, rows, decisions, strict=True):
+        out[i] = _with_logprobs(row, decision, logits[i])
+
+
+def _rule(row: Row, log_q: dict[int, torch.Tensor]) -> Rule | None:
+    """How the row's proposal is judged; ``None`` for the coupled rule.
+
+    Without a proposal both rules draw from the target's distribution, and the coupled draw is the plain one.
+    """
     if not row.proposal or row.seq.draft is None or row.seq.draft.sampling_rule == "coupled":
-        return _coupled
+        return None
     return _maximal if row.seq.id in log_q else _maximal_one_hot
 
 
-def _coupled(log_p: torch.Tensor, rows: list[Row], log_q: dict[int, torch.Tensor]) -> Verdict:
-    return verify_coupled(log_p, *_proposals(log_p, rows))
+def _coupled(rows: list[Row], logits: torch.Tensor) -> list[Decision]:
+    """``logits [sum of num_logits, V]``: the target draws at every place, and proposals stand while they agree."""
+    tokens, errors = draws(logits, _places(rows))
+    drawn = iter(tokens)
+    own = [list(islice(drawn, row.num_logits)) for row in rows]
+    return _cut_at_errors(rows, verify_draws(own, [row.proposal for row in rows]), errors)
+
+
+def _by_law(rows: list[Row], logits: torch.Tensor, rule: Rule, log_q: dict[int, torch.Tensor]) -> list[Decision]:
+    """The same under the maximal rule, which compares distributions."""
+    log_p, errors = distribution(logits, _places(rows))
+    return _cut_at_errors(rows, rule(log_p, rows, log_q), errors)
+
+
+def _places(rows: list[Row]) -> list[Place]:
+    return [Place(row.seq, row.proposal[:n]) for row in rows for n in range(row.num_logits)]
 
 
 def _maximal(log_p: torch.Tensor, rows: list[Row], log_q: dict[int, torch.Tensor]) -> Verdict:
@@ -79,30 +110,18 @@ def _proposals(log_p: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], t
     return [list(row.proposal) for row in rows], seeds, positions
 
 
-def _slices(rows: list[Row]) -> Iterator[list[int]]:
-    """Row numbers, some ``DRAW_ROWS`` logit rows at a time; rows that want none are left out."""
+def _slices(rows: list[Row], wanted: list[int]) -> Iterator[list[int]]:
+    """The numbers ``wanted``, some ``DRAW_ROWS`` logit rows at a time."""
     part: list[int] = []
     size = 0
-    for i, row in enumerate(rows):
-        if row.num_logits == 0:
-            continue
+    for i in wanted:
         part.append(i)
-        size += row.num_logits
+        size += rows[i].num_logits
         if size >= DRAW_ROWS:
             yield part
             part, size = [], 0
     if part:
         yield part
-
-
-def _decide(rows: list[Row], own: list[torch.Tensor], rule: Rule, log_q: dict[int, torch.Tensor]) -> list[Decision]:
-    logits = torch.cat(own)
-    bad = ~logits.amax(dim=-1).isfinite()
-    places = [Place(row.seq, row.proposal[:n]) for row in rows for n in range(row.num_logits)]
-    log_p, errors = distribution(logits.masked_fill(bad[:, None], 0.0), places)
-    errors |= dict.fromkeys(bad.nonzero().flatten().tolist(), NOT_FINITE)
-    decisions = _cut_at_errors(rows, rule(log_p, rows, log_q), errors)
-    return [_with_logprobs(*three) for three in zip(rows, decisions, own, strict=True)]
 
 
 def _with_logprobs(row: Row, decision: Decision, logits: torch.Tensor) -> Decision:

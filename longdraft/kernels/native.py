@@ -8,6 +8,7 @@ on the number of threads. Where the extension was not built everything runs on t
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,30 @@ def unsupported(spec: CallSpec) -> str | None:
     if spec.head_dim % 16 or spec.head_dim > 256:
         return f"head_dim must be a multiple of 16 up to 256, not {spec.head_dim}"
     return None if spec.page_size == _native.PAGE else f"pages must hold {_native.PAGE} tokens, not {spec.page_size}"
+
+
+def draw(
+    logits: torch.Tensor,  # [R, V] float32
+    temperatures: Sequence[float],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    role: int,
+) -> list[int]:
+    """argmax(logits / T + G) per row, for T = 0 the largest; −1 where a logit is NaN or none is finite.
+
+    G is the noise of ``spec/noise.py``; ties go to the lowest id.
+    """
+    logits, tokens = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
+    settings = torch.tensor(temperatures, dtype=torch.float64)
+    seeds_t, positions_t = (torch.tensor(x, dtype=torch.int64) for x in (seeds, positions))
+    addresses = (settings.data_ptr(), seeds_t.data_ptr(), positions_t.data_ptr())
+    runtime().draw(logits.data_ptr(), *logits.shape, *addresses, role, tokens.data_ptr())
+    return tokens.tolist()
+
+
+def can_draw(logits: torch.Tensor) -> bool:
+    """Whether ``draw`` serves these logits."""
+    return _native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
 class NativeLinear:

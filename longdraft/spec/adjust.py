@@ -27,6 +27,9 @@ def adjust(logits: torch.Tensor, places: Sequence[Place]) -> tuple[torch.Tensor,
     seen: dict[int, _Seen] = {}
     for i in rows:
         place = places[i]
+        if not torch.isfinite(out[i].amax()):
+            errors[i], out[i] = NOT_FINITE, 0
+            continue
         try:
             _mask(out[i], place)
             if place.seq.params.penalised:
@@ -45,6 +48,7 @@ def adjust(logits: torch.Tensor, places: Sequence[Place]) -> tuple[torch.Tensor,
     return out, errors
 
 
+NOT_FINITE = "the model's logits are not finite"
 NOTHING_LEFT = "no token is left to draw: allowed_token_ids, bad_words, min_tokens or a logits processor exclude all"
 
 

@@ -40,7 +40,7 @@ class Verdict:
 def verify_coupled(
     log_p: torch.Tensor, proposal_tokens: Sequence[Sequence[int]], seeds: torch.Tensor, positions: torch.Tensor
 ) -> Verdict:
-    """Emit the target's own draws up to the first that differs from the proposal, or one past its end.
+    """``verify_draws`` of the target's draws from its distributions.
 
     ``log_p [R, V]``; ``seeds, positions [B]`` int64. ``positions[b]`` is the index of row b's first new token.
     """
@@ -50,12 +50,19 @@ def verify_coupled(
         log_p.split(DRAW_ROWS), seeds[row].split(DRAW_ROWS), (positions[row] + step).split(DRAW_ROWS), strict=True
     )
     drawn = iter([token for place in places for token in draw(*place).tolist()])
-    own = [list(islice(drawn, count)) for count in counts]
+    return verify_draws([list(islice(drawn, count)) for count in counts], proposal_tokens)
+
+
+def verify_draws(own: Sequence[Sequence[int]], proposal_tokens: Sequence[Sequence[int]]) -> Verdict:
+    """Emit the target's own draws up to the first that differs from the proposal, or one past its end.
+
+    ``own[b]``: one draw after each of row b's drafted tokens, and one before them.
+    """
     accepted = [
         _leading(x == y for x, y in zip(tokens, mine, strict=False))
         for tokens, mine in zip(proposal_tokens, own, strict=True)
     ]
-    return Verdict(accepted, [mine[: n + 1] for mine, n in zip(own, accepted, strict=True)])
+    return Verdict(accepted, [list(mine[: n + 1]) for mine, n in zip(own, accepted, strict=True)])
 
 
 def verify_maximal(

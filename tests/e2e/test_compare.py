@@ -185,14 +185,14 @@ def test_a_difference_at_a_clear_gap_breaks_the_promise(llm, monkeypatch):
     """A wrong verifier must be seen: identical is false, the first difference named, and the promise not held."""
     from longdraft.engine import decide
 
-    right = decide.verify_coupled
+    right = decide.verify_draws
 
-    def wrong(log_p, proposals, seeds, positions):
-        verdict = right(log_p, proposals, seeds, positions)
+    def wrong(own, proposals):
+        verdict = right(own, proposals)
         tokens = [[(t + 1) % 128 if n == 1 else t for n, t in enumerate(row)] for row in verdict.tokens]
         return type(verdict)(verdict.accepted, tokens)
 
-    monkeypatch.setattr(decide, "verify_coupled", wrong)
+    monkeypatch.setattr(decide, "verify_draws", wrong)
     result = compare(llm, PROMPTS, PARAMS[0], DraftConfig(kv="full", gamma=3))
     assert not result.identical
     assert not result.held

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longdraft.config import DraftConfig
+from longdraft.core import Place
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.engine import decide
 from longdraft.engine.scheduler import Scheduler
@@ -67,26 +68,32 @@ def verify_over_the_drafts_view(monkeypatch):
 
 
 def draw_at_the_wrong_position(monkeypatch):
-    right = decide.verify_coupled
-    monkeypatch.setattr(decide, "verify_coupled", lambda p, x, s, at: right(p, x, s, at + (len(x[0]) > 0)))
+    class Shifted(Place):
+        @property
+        def position(self):
+            return super().position + bool(self.drafted)
+
+    right = decide.draws
+    shifted = lambda places: [Shifted(place.seq, place.drafted) for place in places]  # noqa: E731
+    monkeypatch.setattr(decide, "draws", lambda logits, places: right(logits, shifted(places)))
 
 
 def emit_the_drafts_token(monkeypatch):
     """The first mismatch is accepted, too."""
-    right = decide.verify_coupled
+    right = decide.verify_draws
 
-    def wrong(log_p, proposals, seeds, positions):
-        verdict = right(log_p, proposals, seeds, positions)
+    def wrong(own, proposals):
+        verdict = right(own, proposals)
         rows = zip(verdict.tokens, verdict.accepted, proposals, strict=True)
         tokens = [[*t[:n], x[n]] if n < len(x) else t for t, n, x in rows]
         return dataclasses.replace(verdict, tokens=tokens)
 
-    monkeypatch.setattr(decide, "verify_coupled", wrong)
+    monkeypatch.setattr(decide, "verify_draws", wrong)
 
 
 def bonus_from_the_wrong_row(monkeypatch):
-    right = decide.verify_coupled
-    monkeypatch.setattr(decide, "verify_coupled", lambda p, x, s, at: right(p.roll(1, 0), x, s, at))
+    right = decide.draws
+    monkeypatch.setattr(decide, "draws", lambda logits, places: right(logits.roll(1, 0), places))
 
 
 def write_the_drafts_keys_last(monkeypatch):
