@@ -343,14 +343,14 @@ def test_no_cap_and_a_prompt_just_below_the_limit(tiny, kv):
 # --- O23
 
 
-@pytest.mark.parametrize("budget", [32, 64])
-def test_prompts_shorter_than_the_window(tiny, budget):
+@pytest.mark.parametrize(("sinks", "budget"), [(4, 32), (16, 32), (16, 64)])
+def test_prompts_shorter_than_the_window(tiny, sinks, budget):
     """Prompts around every border, 80 new tokens: the target itself as long as all fits in the budget."""
     lengths = (1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65)
     requests = [([(7 * i + n) % 128 for i in range(n)], greedy(80)) for n in lengths]
     plain = tokens_of(outputs(tiny, requests))
     engine = make_engine(tiny, num_pages=200)
-    draft = DraftConfig(kv="streaming_llm", budget=budget, gamma=4)
+    draft = DraftConfig(kv="streaming_llm", sinks=sinks, budget=budget, gamma=4)
     seqs = [engine.sequence(engine.add(p, q, draft)) for p, q in requests]
     rejected_beyond = 0
     while engine.has_work:
