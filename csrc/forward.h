@@ -66,14 +66,14 @@ inline void gate(const float* gate_up, int n, float* out) {
 
 inline void embed(const Network& net, int64_t id, float* out) {
   const int n = net.hidden;
-  if (!net.embedding) {  // tied: a row of the packed head
+  if (!net.embedding) {  // a row of packed weights
     const int step = net.bf16 ? 2 : 1;
     const int64_t block = id / 16 * ceil_div(n, step) * step * 16, row = id % 16;
     for (int i = 0; i < n; i++) {
       if (net.bf16)
-        out[i] = from_bf16(static_cast<const uint16_t*>(net.head.data)[block + i / 2 * 32 + row * 2 + i % 2]);
+        out[i] = from_bf16(static_cast<const uint16_t*>(net.tied.data)[block + i / 2 * 32 + row * 2 + i % 2]);
       else
-        out[i] = static_cast<const float*>(net.head.data)[block + int64_t(i) * 16 + row];
+        out[i] = static_cast<const float*>(net.tied.data)[block + int64_t(i) * 16 + row];
     }
     return;
   }

@@ -12,13 +12,16 @@ struct Parallel {
   int threads;
 };
 
-// A weight matrix [n, k] in blocks of 16 outputs: float32 [n/16][k][16], bfloat16 [n/16][k/2][16][2], n and k padded
-// with zeros to 16 and 2. Packing costs no memory beyond that.
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// A weight matrix [n, k] in blocks of 16 outputs: float32 [n/16][k][16], bfloat16 [n/16][k/2][16][2],
+// int8 [n/16][k/4][16][4]; n and k are padded with zeros. Int8 has a scale per output, and the sum of its weights.
 struct Packed {
   const void* data;
   const float* bias;  // [n] or null
-  int n, k;
-  bool bf16;
+  int n, k, type;
+  const float* scales = nullptr;  // [n padded], int8 only
+  const int32_t* sums = nullptr;  // [n padded], int8 only
 };
 
 // One layer's keys and values in pages of 16 tokens, each KV head's block contiguous.
@@ -67,14 +70,15 @@ struct Network {
   float eps;
   const float* norm;
   Packed head;
-  const void* embedding;  // [vocab, hidden], of the head's type; null: the rows of the head
-  bool bf16;
+  const void* embedding;  // [vocab, hidden], float32 or bfloat16; null: the rows of the packed `tied`
+  Packed tied;            // what `embedding` stands for, where it is null
+  bool bf16;              // the embedding's type
 };
 
 // Buffers for n tokens; logits are wanted for some of them.
 struct Scratch {
   float *x, *h, *qkv, *attention, *mlp, *gated, *partial;
-  uint16_t* rounded;  // [tokens][widest input], for bfloat16 products
+  uint16_t* rounded;  // [tokens][widest input + 8], inputs of products in the weights' type
 };
 
 struct Step {
@@ -93,7 +97,7 @@ struct Step {
 
 struct Kernels {
   const char* name;
-  void (*pack)(const float* weight, void* out, int n, int k, bool bf16);
+  void (*pack)(const float* weight, const Packed& out);
   void (*linear)(const Parallel&, const float* x, int m, const Packed&, const float* residual, float* y, uint16_t* tmp);
   void (*write)(const Shape&, const float* k, const float* v, const int64_t* slots, int n, int stride, const Cache&);
   void (*attention)(const Parallel&, const Shape&, const View&, const Piece*, int, const Merge*, int, const float* q,

@@ -28,10 +28,6 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
-inline int64_t packed_block(const Packed& w) {  // bytes of 16 outputs
-  return int64_t(w.bf16 ? ceil_div(w.k, 2) * 2 * 2 : w.k * 4) * 16;
-}
-
 // R rows times C blocks of 16 outputs. `ahead` is what will be read next: its lines are fetched along the way.
 template <int R, int C>
 inline void products(const float* x, int ldx, const float* w, int k, int from, int to, V (&acc)[R][C], const char* ahead) {
@@ -100,11 +96,42 @@ inline void block(const T* x, int ldx, const T* w, int k, const Output& out, int
     for (int c = 0; c < C; c++) put(out, row + r, column + c * 16, load(total[r][c]));
 }
 
+// Inputs in bytes: u = round(x / scale) + 128, so that w · x = scale · w_scale · (w · u - 128 · sum of w). A row of
+// inputs is `ldx` words long; its scale stands behind its k words.
+struct Bytes {
+  uint32_t word;
+};
+template <int R, int C>
+inline void block(const Bytes* x, int ldx, const Bytes* w, int k, const Output& out, int row, int column,
+                  const char* ahead) {
+  I acc[R][C];
+  for (auto& line : acc)
+    for (auto& v : line) v = no_sum();
+  for (int i = 0; i < k; i++)
+    for (int c = 0; c < C; c++) {
+      if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
+      for (int r = 0; r < R; r++)
+        acc[r][c] = dot4(acc[r][c], x[int64_t(r) * ldx + i].word, &w[(int64_t(c) * k + i) * 16].word);
+    }
+  for (int r = 0; r < R; r++) {
+    float scale;
+    std::memcpy(&scale, x + int64_t(r) * ldx + k, 4);
+    for (int c = 0; c < C; c++) {
+      int32_t sums[16];
+      float y[16];
+      store(sums, acc[r][c]);
+      for (int i = 0; i < 16; i++)
+        y[i] = scale * out.w.scales[column + c * 16 + i] * float(sums[i] - 128 * out.w.sums[column + c * 16 + i]);
+      put(out, row + r, column + c * 16, load(y));
+    }
+  }
+}
+
 template <int C, class T>
 void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out, int row, int col, const char* ahead) {
 #define LONGDRAFT_CASE(R)                                                                \
   case R:                                                                                \
-    if constexpr (R <= LINEAR_ROWS) block<R, C, T>(x, ldx, w, k, out, row, col, ahead);  \
+    if constexpr (R <= LINEAR_ROWS) block<R, C>(x, ldx, w, k, out, row, col, ahead);     \
     break;
   switch (rows) {
     LONGDRAFT_CASE(1) LONGDRAFT_CASE(2) LONGDRAFT_CASE(3) LONGDRAFT_CASE(4) LONGDRAFT_CASE(5) LONGDRAFT_CASE(6)
@@ -113,27 +140,27 @@ void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out
 #undef LONGDRAFT_CASE
 }
 
-// All rows against some blocks of outputs. T is float, or uint32_t for pairs of bfloat16; k counts these.
+// All rows against some blocks of outputs. T is float, uint32_t for pairs of bfloat16, or Bytes; k counts these.
 template <int C, class T>
-void columns(const T* x, int m, int k, const Output& out, int first_block, bool last) {
+void columns(const T* x, int ldx, int m, int k, const Output& out, int first_block, bool last) {
   const T* w = static_cast<const T*>(out.w.data) + int64_t(first_block) * k * 16;
   const int parts = ceil_div(m, LINEAR_ROWS), size = ceil_div(m, parts);
   for (int row = 0; row < m; row += size) {
     const char* ahead = row || last ? nullptr : reinterpret_cast<const char*>(w + int64_t(C) * k * 16);
-    rows_of<C, T>(min(size, m - row), x + int64_t(row) * k, k, w, k, out, row, first_block * 16, ahead);
+    rows_of<C, T>(min(size, m - row), x + int64_t(row) * ldx, ldx, w, k, out, row, first_block * 16, ahead);
   }
 }
 
 template <class T>
-void linear_in(const Parallel& p, const T* x, int m, int k, const Output& out) {
+void linear_in(const Parallel& p, const T* x, int ldx, int m, int k, const Output& out) {
   const int blocks = ceil_div(out.w.n, 16), whole = blocks / LINEAR_BLOCKS, rest = blocks % LINEAR_BLOCKS;
   // A few tiles at a time, so that a thread reads a longer stretch; still enough of them to even out.
   const int group = max(1, min(8, whole / (4 * p.threads))), groups = ceil_div(whole, group);
   parallel(p, groups + (rest ? 1 : 0), [&](int i) {
-    if (i == groups) return columns<1, T>(x, m, k, out, whole * LINEAR_BLOCKS, true);
+    if (i == groups) return columns<1, T>(x, ldx, m, k, out, whole * LINEAR_BLOCKS, true);
     const int end = min(whole, (i + 1) * group);
     for (int tile = i * group; tile < end; tile++)
-      columns<LINEAR_BLOCKS, T>(x, m, k, out, tile * LINEAR_BLOCKS, tile + 1 == whole);
+      columns<LINEAR_BLOCKS, T>(x, ldx, m, k, out, tile * LINEAR_BLOCKS, tile + 1 == whole);
   });
 }
 
@@ -144,34 +171,70 @@ inline void round_row(const float* x, int k, uint16_t* out) {
   if (k % 2) out[k] = 0;
 }
 
+inline void quantise_row(const float* x, int k, uint8_t* out) {
+  V top = zero();
+  int i = 0;
+  for (; i + 16 <= k; i += 16) top = max(top, abs(load(x + i)));
+  float most = largest(top);
+  for (; i < k; i++) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
+  const float inverse = most > 0 ? 127.0f / most : 0.0f, scale = most / 127.0f;
+  for (i = 0; i < k; i++) out[i] = uint8_t(int(std::nearbyintf(x[i] * inverse)) + 128);
+  for (; i % 4; i++) out[i] = 128;
+  std::memcpy(out + i, &scale, 4);
+}
+
+inline int words(const Packed& w) { return w.type == FLOAT32 ? w.k : ceil_div(w.k, w.type == BFLOAT16 ? 2 : 4); }
+
 inline void linear(const Parallel& p, const float* x, int m, const Packed& w, const float* residual, float* y,
                    uint16_t* rounded) {
   if (m == 0) return;
   Output out{w, residual, y};
-  if (!w.bf16) return linear_in<float>(p, x, m, w.k, out);
-  const int pairs = ceil_div(w.k, 2), at_once = 16;
+  const int k = words(w), at_once = 16;
+  if (w.type == FLOAT32) return linear_in<float>(p, x, k, m, k, out);
+  const int ldx = w.type == INT8 ? k + 1 : k;
   auto round_rows = [&](int i) {
-    for (int r = i * at_once; r < min(m, (i + 1) * at_once); r++)
-      round_row(x + int64_t(r) * w.k, w.k, rounded + int64_t(r) * pairs * 2);
+    for (int r = i * at_once; r < min(m, (i + 1) * at_once); r++) {
+      if (w.type == INT8)
+        quantise_row(x + int64_t(r) * w.k, w.k, reinterpret_cast<uint8_t*>(rounded) + int64_t(r) * ldx * 4);
+      else
+        round_row(x + int64_t(r) * w.k, w.k, rounded + int64_t(r) * ldx * 2);
+    }
   };
   if (m <= at_once)
     round_rows(0);
   else
     parallel(p, ceil_div(m, at_once), round_rows);
-  linear_in<uint32_t>(p, reinterpret_cast<const uint32_t*>(rounded), m, pairs, out);
+  if (w.type == INT8)
+    linear_in<Bytes>(p, reinterpret_cast<const Bytes*>(rounded), ldx, m, k, out);
+  else
+    linear_in<uint32_t>(p, reinterpret_cast<const uint32_t*>(rounded), ldx, m, k, out);
 }
 
-inline void pack(const float* weight, void* out, int n, int k, bool bf16) {
-  const int k_padded = bf16 ? ceil_div(k, 2) * 2 : k;
-  for (int row = 0; row < ceil_div(n, 16) * 16; row++)
-    for (int i = 0; i < k_padded; i++) {
-      const float f = row < n && i < k ? weight[int64_t(row) * k + i] : 0.0f;
-      const int64_t block = int64_t(row / 16) * k_padded * 16;
-      if (bf16)
-        static_cast<uint16_t*>(out)[block + int64_t(i / 2) * 32 + (row % 16) * 2 + i % 2] = to_bf16(f);
+// Sixteen rows of a weight at most; int8 also sets their scales and sums.
+inline void pack(const float* weight, const Packed& out) {
+  const int k = out.k, step = out.type == FLOAT32 ? 1 : out.type == BFLOAT16 ? 2 : 4;
+  for (int row = 0; row < 16; row++) {
+    const float* from = weight + int64_t(row) * k;
+    float most = 0;
+    for (int i = 0; i < k && row < out.n; i++) most = std::fabs(from[i]) > most ? std::fabs(from[i]) : most;
+    const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    int32_t total = 0;
+    for (int i = 0; i < ceil_div(k, step) * step; i++) {
+      const float f = row < out.n && i < k ? from[i] : 0.0f;
+      const int64_t at = int64_t(i / step) * 16 * step + row * step + i % step;
+      void* data = const_cast<void*>(out.data);
+      if (out.type == FLOAT32)
+        static_cast<float*>(data)[at] = f;
+      else if (out.type == BFLOAT16)
+        static_cast<uint16_t*>(data)[at] = to_bf16(f);
       else
-        static_cast<float*>(out)[block + int64_t(i) * 16 + row % 16] = f;
+        total += static_cast<int8_t*>(data)[at] = int8_t(std::nearbyintf(f * inverse));
     }
+    if (out.type == INT8) {
+      const_cast<float*>(out.scales)[row] = scale;
+      const_cast<int32_t*>(out.sums)[row] = total;
+    }
+  }
 }
 
 }  // namespace LONGDRAFT_ISA

@@ -45,7 +45,8 @@ std::vector<const Kernels*> usable() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back(&avx512bf16::kernels);
+  // Every processor with the former has the latter.
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) out.push_back(&avx512bf16::kernels);
   if (avx512) out.push_back(&longdraft::avx512::kernels);
   if (avx2) out.push_back(&longdraft::avx2::kernels);
 #endif
@@ -61,9 +62,11 @@ std::vector<std::string> isas() {
 
 struct Weight {
   uintptr_t data, bias;
-  int n, k;
-  bool bf16;
-  Packed packed() const { return {at<const void>(data), at<const float>(bias), n, k, bf16}; }
+  int n, k, type;
+  uintptr_t scales, sums;
+  Packed packed() const {
+    return {at<const void>(data), at<const float>(bias), n, k, type, at<const float>(scales), at<const int32_t>(sums)};
+  }
 };
 
 // What attention reads in a step, cut into pieces. The arrays it points to must outlive it.
@@ -128,19 +131,23 @@ class Runtime {
   std::string isa() const { return kernels_->name; }
   int threads() const { return pool_->size(); }
 
-  void pack(uintptr_t weight, uintptr_t out, int n, int k, bool bf16) {
-    // Blocks of 16 rows are packed apart: each is contiguous in the result.
-    const int64_t bytes = int64_t(16) * (bf16 ? (k + 1) / 2 * 4 : k * 4);
+  void pack(uintptr_t weight, const Weight& out) {
+    // Blocks of 16 outputs are packed apart: each is contiguous in the result.
+    const int step = out.type == FLOAT32 ? 1 : out.type == BFLOAT16 ? 2 : 4;
+    const int64_t bytes = int64_t(16) * 4 * ((out.k + step - 1) / step);
     std::lock_guard<std::mutex> lock(mutex_);
-    pool_->run((n + 15) / 16, [&](int i) {
-      kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * k, at<char>(out) + i * bytes, std::min(16, n - i * 16),
-                     k, bf16);
+    pool_->run((out.n + 15) / 16, [&](int i) {
+      Packed block = out.packed();
+      block.data = at<const char>(out.data) + i * bytes;
+      block.n = std::min(16, out.n - i * 16);
+      if (out.type == INT8) block.scales += i * 16, block.sums += i * 16;
+      kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * out.k, block);
     });
   }
 
   void linear(uintptr_t x, int m, const Weight& w, uintptr_t residual, uintptr_t y) {
     std::lock_guard<std::mutex> lock(mutex_);
-    rounded_.resize(int64_t(m) * ((w.k + 1) / 2 * 2));
+    rounded_.resize(int64_t(m) * (w.k + 8));
     kernels_->linear(parallel_, at<const float>(x), m, w.packed(), at<const float>(residual), at<float>(y),
                      rounded_.data());
   }
@@ -199,7 +206,7 @@ class Runtime {
     for (int64_t size : sizes) total += n * size;
     if (int64_t(floats_.size()) < total) floats_.resize(total);
     if (int64_t(partial_.size()) < partial) partial_.resize(partial);
-    if (int64_t(rounded_.size()) < n * (widest + 1)) rounded_.resize(n * (widest + 1));
+    if (int64_t(rounded_.size()) < n * (widest + 8)) rounded_.resize(n * (widest + 8));
     float* p[6];
     float* next = floats_.data();
     for (int i = 0; i < 6; i++) p[i] = next, next += n * sizes[i];
@@ -224,19 +231,19 @@ NB_MODULE(_native, m) {
   m.def("isas", &isas);
   m.attr("PAGE") = PAGE;
   nb::class_<Weight>(m, "Weight").def(
-      "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, bool bf16) {
-        new (w) Weight{data, bias, n, k, bf16};
+      "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, int type, uintptr_t scales, uintptr_t sums) {
+        new (w) Weight{data, bias, n, k, type, scales, sums};
       });
   nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, uintptr_t, uintptr_t, uintptr_t,
                                            uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>());
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__",
            [](Decoder* d, std::tuple<int, int, int, bool> shape, int hidden, int intermediate, int vocab, float eps,
-              uintptr_t norm, const Weight& head, uintptr_t embedding, bool bf16) {
+              uintptr_t norm, const Weight& head, uintptr_t embedding, const Weight& tied, bool bf16) {
              auto [heads, kv_heads, dim, kv_bf16] = shape;
              new (d) Decoder;
              d->net = {nullptr, {heads, kv_heads, dim, kv_bf16}, hidden, intermediate, vocab, eps,
-                       at<const float>(norm), head.packed(), at<const void>(embedding), bf16};
+                       at<const float>(norm), head.packed(), at<const void>(embedding), tied.packed(), bf16};
            })
       .def("add_layer", [](Decoder& d, const Weight& qkv, const Weight& output, const Weight& gate_up,
                            const Weight& down, uintptr_t attention_norm, uintptr_t mlp_norm, uintptr_t q_norm,

@@ -162,6 +162,36 @@ inline void store_bf16(uint16_t* p, V a) {
 
 #endif
 
+// --- sixteen sums of products of bytes: lane i of `b` holds four signed weights, `a` four unsigned inputs
+
+#if defined(__AVX512VNNI__)
+
+struct I {
+  __m512i x;
+};
+inline I no_sum() { return {_mm512_setzero_si512()}; }
+inline I dot4(I acc, uint32_t a, const uint32_t* b) {
+  return {_mm512_dpbusd_epi32(acc.x, _mm512_set1_epi32(int(a)), _mm512_loadu_si512(b))};
+}
+inline void store(int32_t* p, I a) { _mm512_storeu_si512(p, a.x); }
+
+#else
+
+struct I {
+  int32_t x[16];
+};
+inline I no_sum() { return I{}; }
+inline I dot4(I acc, uint32_t a, const uint32_t* b) {
+  const int8_t* w = reinterpret_cast<const int8_t*>(b);
+  const int32_t a0 = a & 255, a1 = (a >> 8) & 255, a2 = (a >> 16) & 255, a3 = a >> 24;
+  for (int i = 0; i < 16; i++)
+    acc.x[i] += a0 * w[4 * i] + a1 * w[4 * i + 1] + a2 * w[4 * i + 2] + a3 * w[4 * i + 3];
+  return acc;
+}
+inline void store(int32_t* p, I a) { std::memcpy(p, a.x, sizeof a.x); }
+
+#endif
+
 // --- made of the above
 
 inline float sum(V a) {

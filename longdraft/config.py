@@ -27,6 +27,7 @@ def as_float(what: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
+TARGETS = ("target", "target@int8")
 SAMPLING_RULES = ("coupled", "maximal")
 LAYERS = re.compile("all|(every|first):[1-9][0-9]{0,3}")
 
@@ -35,7 +36,8 @@ LAYERS = re.compile("all|(every|first):[1-9][0-9]{0,3}")
 class DraftConfig:
     """What proposes tokens: whose weights, which part of the KV cache they read, and how many tokens at a time.
 
-    ``weights``: ``target`` (the model's own), ``ngram`` (none: earlier occurrences of the text's last tokens), or the
+    ``weights``: ``target`` (the model's own), ``target@int8`` (8-bit copies of them: half the bytes, and lossless since
+    the target verifies), ``ngram`` (none: earlier occurrences of the text's last tokens), or the
     path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
     each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
     them), ``budget`` is its size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at most
@@ -54,11 +56,13 @@ class DraftConfig:
     def __post_init__(self) -> None:
         weights = str(self.weights) if isinstance(self.weights, (str, PathLike)) else ""
         if not weights:
-            raise InvalidValueError("weights", self.weights, "must be 'target', 'ngram', or a model's path or name")
+            raise InvalidValueError(
+                "weights", self.weights, "must be 'target', 'target@int8', 'ngram', or a model's path or name"
+            )
         object.__setattr__(self, "weights", weights)
         if not isinstance(self.layers, str) or not LAYERS.fullmatch(self.layers):
             raise InvalidValueError("layers", self.layers, "must be 'all', 'every:n' or 'first:n'")
-        if self.layers != "all" and weights != "target":
+        if self.layers != "all" and weights not in TARGETS:
             raise InvalidValueError("layers", self.layers, "must be 'all' unless the weights are the target's")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, 2**31 - 1))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, 2**31 - 1))
@@ -72,14 +76,15 @@ class DraftConfig:
         """The draft in a few words, for reports."""
         if self.weights == "ngram":
             return "ngram"
-        who = PurePath(self.weights).name if self.own_model else "" if self.layers == "all" else f"layers {self.layers}"
+        who = PurePath(self.weights).name if self.own_model else self.weights.partition("@")[2]
+        who = who if self.layers == "all" else f"{who} layers {self.layers}".strip()
         read = self.kv if self.kv == "full" else f"{self.kv}, budget {self.budget}"
         return f"{who} over {read}" if who else read
 
     @property
     def own_model(self) -> bool:
         """Whether the weights are a model's that has to be loaded beside the target."""
-        return self.weights not in ("target", "ngram")
+        return self.weights not in (*TARGETS, "ngram")
 
 
 @dataclass(frozen=True)

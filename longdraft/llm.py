@@ -39,8 +39,8 @@ class LLM:
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"full"``, ``"layer_skip"``,
-            ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding.
-            It never changes what a request returns.
+            ``"int8"``, ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain
+            decoding. It never changes what a request returns.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
@@ -98,6 +98,7 @@ class LLM:
             kv_storage,
             target_device,
             draft=small.config if small else None,
+            int8_draft=self.draft is not None and self.draft.weights == "target@int8",
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

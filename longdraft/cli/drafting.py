@@ -14,7 +14,7 @@ from longdraft.errors import InvalidValueError
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
-NAMES = "streaming_llm, full, layer_skip, ngram"
+NAMES = "streaming_llm, full, layer_skip, int8, ngram"
 Name = Annotated[
     str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
 ]

@@ -67,6 +67,8 @@ def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int) -> Iterato
     )
     drafts = {**NAMED, **({llm.draft.label: llm.draft} if llm.draft else {})}
     for kv, named in drafts.items():
+        if named.weights == "target@int8" and not llm.model.fused:
+            continue  # it exists on the native kernels only
         draft = replace(named, budget=budget, gamma=gamma)
         for name, params in (("greedy", greedy), ("sampled", sampled)):
             result = compare(llm, prompts, params, draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longdraft.config import DraftConfig
+from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
 from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.ngram import NGram
@@ -25,6 +25,7 @@ SELECTORS: dict[str, type[Selector]] = {
 NAMED: dict[str, DraftConfig] = {
     **{name: DraftConfig(kv=name) for name in SELECTORS},
     "layer_skip": DraftConfig(layers="every:2"),
+    "int8": DraftConfig(weights="target@int8"),
     "ngram": DraftConfig(weights="ngram"),
 }
 
@@ -50,10 +51,12 @@ def make(
     if config.weights == "ngram":
         return NGram()
     selector = _selector(config)
-    if config.weights == "target":
+    if config.weights in TARGETS:
+        model = model if config.weights == "target" else model.quantised()
         return SelfSpec(model, store, selector, choose_layers(config.layers, model.config.num_layers))
     if config.weights not in small:
-        limit = f"must be 'target', 'ngram' or a draft model that was loaded ({', '.join(small) or 'none was'})"
+        loaded = ", ".join(small) or "none was"
+        limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
         raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
     return SmallModel(small[config.weights], selector, model.config.vocab_size)
 

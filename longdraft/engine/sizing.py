@@ -61,6 +61,7 @@ def size_engine(
     device: torch.device,
     *,
     draft: ModelConfig | None = None,
+    int8_draft: bool = False,
     max_model_len: int | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -71,7 +72,8 @@ def size_engine(
     """The engine's sizes, worked out before the weights are loaded.
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
-    A ``draft`` model's weights and cache take their share: each token may have its K and V in both.
+    A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do the 8-bit
+    copies of an ``int8_draft``.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
@@ -80,6 +82,8 @@ def size_engine(
     models = [config] if draft is None else [config, draft]
     page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size
     left = memory_left(models, dtype, device)
+    if int8_draft:
+        left = max(0, left - num_parameters(config))
     if kv_cache_memory_bytes is None:
         memory = int(left * FREE_MEMORY_SHARE)
     else:
@@ -98,7 +102,7 @@ def size_engine(
 
 def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
     """Bytes free on the device once all weights are loaded; ``OutOfMemoryError`` where they do not fit."""
-    weights = sum(math.prod(shape) for m in models for shape in expected_shapes(m).values()) * dtype.itemsize
+    weights = sum(num_parameters(m) for m in models) * dtype.itemsize
     free = free_memory(device)
     if weights >= free:
         name, gib = str(dtype).removeprefix("torch."), 2**30
@@ -107,6 +111,11 @@ def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch
             + ("Use a smaller model." if dtype.itemsize <= 2 else "Use dtype bfloat16 or a smaller model.")
         )
     return free - weights
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Weights of a model."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
 
 
 def context_limit(config: ModelConfig, max_model_len: int | None) -> int:

@@ -27,6 +27,7 @@ except ImportError as error:
     _native, WHY_NOT = None, f"the native extension is not there ({error})"
 else:
     WHY_NOT = ""
+TYPES = {torch.float32: (0, 1), torch.bfloat16: (1, 2), torch.int8: (2, 4)}  # number, inputs to a word
 FAR = 2**30  # a position that no query reaches, in 32 bits
 
 
@@ -98,16 +99,23 @@ class NativeLinear:
 
     name = "native"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, spec: CallSpec) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, spec: CallSpec | None, dtype: torch.dtype | None = None
+    ) -> None:
+        """``dtype``: what the weights are stored in if not in the spec's type; int8 is for drafts only."""
         self.n, self.k = weight.shape
-        self.bf16 = spec.dtype == torch.bfloat16
-        step = 2 if self.bf16 else 1
-        shape = (-(-self.n // 16), -(-self.k // step), 16, step)
-        self.packed = torch.empty(shape, dtype=spec.dtype)
-        wide = weight.float().contiguous()
-        runtime().pack(wide.data_ptr(), self.packed.data_ptr(), self.n, self.k, self.bf16)
+        self.dtype = dtype or spec.dtype
+        kind, step = TYPES[self.dtype]
+        blocks = -(-self.n // 16)
+        self.packed = torch.empty((blocks, -(-self.k // step), 16, step), dtype=self.dtype)
         self.bias = None if bias is None else bias.float().contiguous()
-        self.handle = _native.Weight(self.packed.data_ptr(), _address(self.bias), self.n, self.k, self.bf16)
+        int8 = self.dtype == torch.int8
+        self.scales = torch.empty(16 * blocks) if int8 else None
+        self.sums = torch.empty(16 * blocks, dtype=torch.int32) if int8 else None
+        addresses = (self.packed.data_ptr(), _address(self.bias))
+        self.handle = _native.Weight(*addresses, self.n, self.k, kind, _address(self.scales), _address(self.sums))
+        wide = weight.float().contiguous()
+        runtime().pack(wide.data_ptr(), self.handle)
 
     @staticmethod
     def supports(spec: CallSpec) -> str | None:
@@ -120,6 +128,16 @@ class NativeLinear:
         y = torch.empty(len(x), self.n)
         runtime().linear(x.data_ptr(), len(x), self.handle, 0, y.data_ptr())
         return y
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is used, ``[out, in]`` float32."""
+        flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)[: self.n, : self.k].float()
+        return flat if self.scales is None else flat * self.scales[: self.n, None]
+
+    def quantised(self) -> NativeLinear:
+        """The same layer with 8-bit weights: one scale per output, inputs rounded to 8 bits row by row."""
+        return NativeLinear(self.weight, self.bias, None, torch.int8)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""

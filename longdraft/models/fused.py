@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from longdraft.errors import InvalidValueError
 from longdraft.kernels import native
 from longdraft.view import AttnPlan, LayerKV
 
@@ -26,7 +27,8 @@ def fuse(model: Transformer) -> FusedDecoder | None:
 class FusedDecoder:
     """Addresses of a model's weights, gathered once."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, int8: bool = False) -> None:
+        """``int8``: over 8-bit copies of the weights, for drafting."""
         config, spec = model.config, model.spec
         self.layout, self.spec, self.vocab_size = model.layout, spec, config.vocab_size
         self.heads, self.all_layers = config.num_heads, list(range(config.num_layers))
@@ -34,20 +36,23 @@ class FusedDecoder:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim, spec.kv_dtype == torch.bfloat16)
         sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, config.norm_eps)
         embedding = 0 if model.embedding is None else model.embedding.data_ptr()
-        weights = (model.norm.weight.data_ptr(), model.head.handle, embedding, spec.dtype == torch.bfloat16)
+        change = native.NativeLinear.quantised if int8 else lambda layer: layer
+        head = change(model.head)
+        self._products = [head]  # kept here, too: they may be nobody else's
+        half = spec.dtype == torch.bfloat16
+        weights = (model.norm.weight.data_ptr(), head.handle, embedding, model.head.handle, half)
         self.decoder = native._native.Decoder(shape, *sizes, *weights)
         for layer in model.layers:
-            products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+            products = [change(x) for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
             norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
-            self.decoder.add_layer(
-                *(product.handle for product in products), *(n.weight.data_ptr() if n else 0 for n in norms)
-            )
+            self.decoder.add_layer(*(x.handle for x in products), *(n.weight.data_ptr() if n else 0 for n in norms))
+            self._products += products
+        self.weight_bytes = sum(x.packed.nbytes for x in self._products)
 
     def forward(
         self,
         ids: torch.Tensor,
-        cos: torch.Tensor,  # [N, D/2]
-        sin: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [N, D/2]
         plan: AttnPlan,
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,
@@ -63,11 +68,34 @@ class FusedDecoder:
             len(ids),
             ids.data_ptr(),
             plan.slots.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            *(x.data_ptr() for x in rotary),
             len(logits_at),
             logits_at.data_ptr(),
             [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
             logits.data_ptr(),
         )
         return logits
+
+
+class Int8Twin:
+    """A model whose products use 8-bit copies of its weights: same caches, same everything else."""
+
+    def __init__(self, model: Transformer) -> None:
+        if not model.fused:
+            reason = native.unsupported(model.spec) or "this model runs on other kernels"
+            raise InvalidValueError("weights", "target@int8", f"needs the native kernels ({reason})")
+        self._model, self._decoder = model, FusedDecoder(model, int8=True)
+        self.config, self.device, self.weight_bytes = model.config, model.device, self._decoder.weight_bytes
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttnPlan,
+        kv: Sequence[LayerKV],
+        logits_at: torch.Tensor,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """See ``Transformer.forward``."""
+        return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers)

@@ -15,7 +15,7 @@ from longdraft.errors import OutOfMemoryError
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import Layout
 from longdraft.models.config import ModelConfig
-from longdraft.models.fused import fuse
+from longdraft.models.fused import Int8Twin, fuse
 from longdraft.models.layers import GatedMLP, Linear, RMSNorm
 from longdraft.models.rope import RotaryTable, apply_rotary
 from longdraft.models.weights import WeightSource, check_names_and_shapes
@@ -61,6 +61,7 @@ class Transformer:
         self.embedding = None if config.tie_embeddings else embedding
         self.weight_bytes = load.num_bytes
         self._fused = fuse(self)
+        self._int8: Int8Twin | None = None
 
     @torch.inference_mode()
     def forward(
@@ -75,13 +76,22 @@ class Transformer:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
         if self._fused is None:
             return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers)
-        cos, sin = self._rotary.lookup(positions, int(plan.view.lens.max()))
-        return self._fused.forward(ids, cos, sin, plan, kv, logits_at, layers)
+        return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers)
+
+    def rotary(self, positions: torch.Tensor, plan: AttnPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of a step's positions, ``[N, D/2]`` each."""
+        return self._rotary.lookup(positions, int(plan.view.lens.max()))
 
     @property
     def fused(self) -> bool:
         """Whether a pass is one call of native kernels, and so the same for a row in whatever company."""
         return self._fused is not None
+
+    def quantised(self) -> Int8Twin:
+        """This model with 8-bit weights, for drafting; made once. ``InvalidValueError`` without the native kernels."""
+        if self._int8 is None:
+            self._int8 = Int8Twin(self)
+        return self._int8
 
     @torch.inference_mode()
     def forward_by_parts(
@@ -95,7 +105,7 @@ class Transformer:
     ) -> torch.Tensor:
         """``forward``, operation by operation: what the fused pass is compared with, and what runs without one."""
         attention = self._attention(plan, self.layout, self.spec)
-        rotary = self._rotary.lookup(positions, int(plan.view.lens.max()))
+        rotary = self.rotary(positions, plan)
         x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)

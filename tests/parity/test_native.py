@@ -8,6 +8,9 @@ import sys
 import pytest
 import torch
 
+from longdraft import SamplingParams
+from longdraft.config import DraftConfig
+from longdraft.errors import InvalidValueError
 from longdraft.exactness import forced_logits
 from longdraft.kernels import native
 from longdraft.kernels.attention.ref import ReferenceAttention
@@ -19,6 +22,7 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
 from longdraft.view import NEVER, AttnPlan, CompactView, PagesView
+from tests.conftest import make_engine
 
 pytestmark = pytest.mark.skipif(native._native is None, reason=f"without the native extension: {native.WHY_NOT}")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -268,6 +272,9 @@ def test_the_switch_puts_torch_first(monkeypatch):
 SCRIPT = """
 import torch
 from longdraft.kernels import native
+from longdraft import SamplingParams
+from longdraft.config import DraftConfig
+from longdraft.errors import InvalidValueError
 from longdraft.exactness import forced_logits
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
@@ -322,3 +329,45 @@ def test_every_instruction_set_of_this_processor(isa):
     torch.testing.assert_close(
         *(torch.tensor([float(x) for x in s]) for s in (sums.split(), best)), rtol=2e-2, atol=2.0
     )
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (100, 37), (1, 16), (50, 1536), (33, 3)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_eight_bit_weights(shape, bias):
+    """Half a step of each scale at most off the weights; products are those of the rounded inputs and weights."""
+    torch.manual_seed(2)
+    n, k = shape
+    weight, x = torch.randn(n, k) * torch.rand(n, 1), torch.randn(20, k)
+    weight[n // 2] = 0
+    b = torch.randn(n) if bias else None
+    layer = native.NativeLinear(weight, b, spec_of(torch.float32)).quantised()
+    steps = weight.abs().amax(dim=1, keepdim=True) / 127
+    assert ((layer.weight - weight).abs() <= steps * 0.5001).all()
+    scale = x.abs().amax(dim=1, keepdim=True) / 127
+    want = (x / scale).round() * scale @ layer.weight.T + (0 if b is None else b)
+    y = layer(x)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=2e-2 * k**0.5 / 10)
+    for m in (1, 3, 13):
+        assert torch.equal(layer(x[:m]), y[:m])
+    assert torch.equal(layer(torch.zeros(2, k)), torch.zeros(2, n) + (0 if b is None else b))
+
+
+def test_an_eight_bit_twin_is_close_and_shares_the_caches():
+    config = tiny_config()
+    model = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=torch.float32)
+    twin = model.quantised()
+    assert twin is model.quantised()
+    assert twin.weight_bytes < 0.3 * model.weight_bytes
+    rows = [[(7 * i + n) % 128 for i in range(n)] for n in (90, 33)]
+    exact = forced_logits(model, rows, 20)
+    model._fused, fused = twin._decoder, model._fused
+    rounded = forced_logits(model, rows, 20)
+    model._fused = fused
+    assert 0 < (rounded - exact).abs().max() < 0.2 * exact.std()
+
+
+def test_eight_bit_drafts_need_the_native_kernels():
+    config = tiny_config()
+    engine = make_engine(Transformer(config, RandomWeights(config), dtype=torch.float64))
+    with pytest.raises(InvalidValueError, match="target@int8.*native kernels.*float64"):
+        engine.add([1, 2, 3], SamplingParams(), DraftConfig(weights="target@int8"))
