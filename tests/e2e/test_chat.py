@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from longdraft.checkpoint import load as loading
 from longdraft.cli import options
 from longdraft.cli.app import app
-from longdraft.cli.chat import COMMANDS, Chat, load, printable, read_piped, save, terminal_reader
+from longdraft.cli.chat import COMMANDS, Chat
+from longdraft.cli.chat_io import load, printable, read_piped, save, terminal_reader
 from longdraft.errors import InvalidValueError, LongDraftError, TemplateError
 from longdraft.llm import LLM
 from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats, StreamOutput
