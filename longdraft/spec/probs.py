@@ -6,11 +6,14 @@ target's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from longdraft.sampling_params import SamplingParams
+
+FIRST_LOOK = 256  # tokens that are sorted at first
 
 
 def to_log_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -30,29 +33,47 @@ def to_log_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torc
 
 
 def _filtered(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
     # Shifted before the division: a tiny temperature must not turn the largest logit into inf − inf.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
-    if any(p.min_p > 0 for p in params):
-        floor = column([p.min_p for p in params]).log()
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        vocab = logits.shape[-1]
-        top_k = column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params])
-        logits = _cut_sorted(logits, top_k, column([p.top_p for p in params]))
-    return logits.log_softmax(dim=-1)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    whole = [i for i, p in enumerate(params) if not p.filters]
+    out = torch.full_like(logits, -torch.inf)
+    out[whole] = logits[whole].log_softmax(dim=-1)
+    for i, p in enumerate(params):
+        if p.filters:
+            ids, values = _kept(logits[i], p)
+            out[i, ids] = values.log_softmax(dim=-1)
+    return out
 
 
-def _cut_sorted(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep each row's ``top_k`` largest, then the fewest of these that hold a mass of ``top_p``."""
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    mass = ordered.softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass  # a token stays while what precedes it falls short of top_p
-    drop = (before >= top_p) & (rank > 0)
-    # top_p = 1 keeps all: rounding must not push the running sum to 1 early.
-    ordered = ordered.masked_fill(drop & (top_p < 1), -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, ids, ordered)
+def _kept(row: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that the filters leave of ``row [V]`` (its largest entry is 0), in descending order: ids and logits.
+
+    A few hundred tokens nearly always hold what is kept, so that only these are sorted; else there are more.
+    """
+    lowest = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    whole = len(row)
+    size = min(whole, max(FIRST_LOOK, params.top_k))
+    while True:
+        border = max(lowest, float(row.topk(size).values[-1])) if size < whole else lowest
+        ids = (row >= border).nonzero().flatten()  # all that equal the last one, too
+        order = row[ids].argsort(descending=True, stable=True)  # of equals the lower id comes first
+        ids, values = ids[order], row[ids[order]]
+        complete = size == whole or border == lowest
+        if params.top_k > 0:
+            ids, values, complete = ids[: params.top_k], values[: params.top_k], True
+        if params.top_p == 1:
+            if complete:
+                return ids, values
+        else:
+            total = values.logsumexp(dim=0) if complete else _left_by(row, lowest).logsumexp(dim=0)
+            mass = (values - total).exp()
+            before = mass.cumsum(dim=0) - mass  # a token stays while what precedes it falls short of top_p
+            short = int((before < params.top_p).sum())
+            if complete or short < len(ids):
+                return ids[: max(1, short)], values[: max(1, short)]
+        size = min(whole, 16 * size)
+
+
+def _left_by(row: torch.Tensor, lowest: float) -> torch.Tensor:
+    return row[row >= lowest] if lowest > -math.inf else row

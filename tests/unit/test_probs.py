@@ -115,3 +115,29 @@ def test_zero_tokens_and_zero_top_p_are_refused():
     for bad in ({"max_tokens": 0}, {"top_p": 0}, {"stop_token_ids": [-1]}, {"stop_token_ids": "5"}, {"ignore_eos": 1}):
         with pytest.raises(InvalidValueError):
             SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_looking_at_a_few_tokens_first_changes_nothing(seed, monkeypatch):
+    """Whatever part of the vocabulary is sorted at first, ties at its border included, the same tokens are kept."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(6, 700, generator=generator)).round(decimals=seed % 3)  # many ties
+    logits[1] = 0.0
+    logits[2, 5:] = -torch.inf
+    rng = torch.rand(6, 4, generator=generator).tolist()
+    rows = [
+        SamplingParams(
+            temperature=0.2 + 3 * a,
+            top_p=max(0.01, b) if seed % 2 else 1.0,
+            top_k=int(300 * c) if c < 0.6 else 0,
+            min_p=d / 3 if d < 0.5 else 0.0,
+        )
+        for a, b, c, d in rng
+    ]
+    outcomes = []
+    for first in (1, 7, 10_000):
+        monkeypatch.setattr("longdraft.spec.probs.FIRST_LOOK", first)
+        outcomes.append(to_log_probs(logits, rows))
+    for other in outcomes[1:]:
+        assert torch.equal(outcomes[0] > -torch.inf, other > -torch.inf)
+        torch.testing.assert_close(outcomes[0], other, rtol=1e-12, atol=1e-12)
