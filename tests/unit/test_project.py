@@ -29,6 +29,7 @@ LAYERS = [
     {"llm"},
     {"async_llm"},
     {"compare"},
+    {"bench"},
     {"cli"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -1,0 +1,202 @@
+"""What a measurement of decoding speed asks for, what it answers, and the statistics between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from longdraft.config import DraftConfig, as_float, as_int
+from longdraft.core import sum_by_position
+from longdraft.errors import InvalidValueError, MissingDependencyError
+
+INSTALL = 'pip install "longdraft[bench]"'
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of decoding; without a ``draft`` the plain one."""
+
+    name: str
+    draft: DraftConfig | None = None
+
+    @property
+    def budget(self) -> int | None:
+        """The draft's budget, where it has one."""
+        unbounded = self.draft is None or self.draft.weights == "ngram" or self.draft.kv == "full"
+        return None if unbounded else self.draft.budget
+
+    @property
+    def gamma(self) -> int:
+        """Most tokens proposed per pass."""
+        return self.draft.gamma if self.draft else 0
+
+    @property
+    def label(self) -> str:
+        """For headings."""
+        size = "" if self.budget is None else f" {self.budget}"
+        return f"{self.name}{size} γ{self.gamma}" if self.draft else self.name
+
+
+PLAIN = Arm("plain")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which cells are measured, and how long.
+
+    Every batch at every context and temperature, with every one of ``arms`` against plain decoding. In each of
+    ``rounds`` every arm decodes at least ``round_tokens`` per row. ``assume_acceptance`` replaces what drafts propose:
+    each token is then right with that probability.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    arms: tuple[Arm, ...]
+    temperatures: tuple[float, ...] = (0.0,)
+    rounds: int = 8
+    round_tokens: int = 32
+    assume_acceptance: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for what, values, high in (("batch", self.batches, 4096), ("context", self.contexts, 2**31 - 1)):
+            for value in values:
+                as_int(what, value, 1, high)
+        as_int("rounds", self.rounds, 2, 10_000)  # no interval can be given for one
+        as_int("round_tokens", self.round_tokens, 1, 2**20)
+        if self.assume_acceptance is not None:
+            as_float("assume_acceptance", self.assume_acceptance, 0, 1)
+        if not self.arms or any(arm.draft is None for arm in self.arms):
+            raise InvalidValueError("arms", [arm.name for arm in self.arms], "must be drafts, at least one")
+
+    @property
+    def most_per_turn(self) -> int:
+        """Most tokens that a row may get in one turn: all its proposals stand while another row's never do."""
+        return (self.round_tokens + 1) * (1 + max(arm.gamma for arm in self.arms))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an arm did in one turn, or in several."""
+
+    tokens: int
+    seconds: float
+    draft_s: float
+    steps: int
+    passes: int  # rows' shares of steps
+    drafted: list[int]  # by position
+    accepted: list[int]
+    context: float  # mean length of its rows
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+Round = dict[Arm, Turn]
+
+
+def total(turns: Sequence[Turn]) -> Turn:
+    """Several turns as one."""
+    sums = {name: sum(getattr(t, name) for t in turns) for name in ("tokens", "seconds", "draft_s", "steps", "passes")}
+    drafted, accepted = (sum_by_position(getattr(t, name) for t in turns) for name in ("drafted", "accepted"))
+    return Turn(**sums, drafted=drafted, accepted=accepted, context=sum(t.context for t in turns) / len(turns))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured of one arm at one batch, context and temperature.
+
+    Speeds are tokens per second of decoding over all rounds; ``speedup`` is the median of the rounds' ratios. Times are
+    those of one step. The roof is the time in which memory can deliver what a plain step must read.
+    """
+
+    batch: int
+    context: int
+    dtype: str
+    draft: str
+    weights: str
+    budget: int | None
+    gamma: int
+    temperature: float
+    plain_tok_s: float
+    spec_tok_s: float
+    speedup: float
+    ci_low: float
+    ci_high: float
+    identical: bool
+    tokens_per_verify: float
+    acceptance_by_position: list[float]
+    t_plain_ms: float
+    t_draft_ms: float
+    t_verify_ms: float
+    roof_share: float | None
+    repeated_8gram: float
+    simulated: bool
+    noisy: bool
+    shown: Shown = field(compare=False)
+
+    def report(self) -> dict[str, object]:
+        """As a JSON object."""
+        out = asdict(self)
+        del out["shown"]
+        return out
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return not self.ci_low <= 1 <= self.ci_high
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a cell's table shows beyond its report."""
+
+    label: str
+    rounds: int
+    read_bytes: float  # by a plain step
+    flops: float  # of a plain step
+    roof_ms: float | None
+
+
+@dataclass(frozen=True)
+class PeerCell:
+    """Another engine's plain decoding. ``ratio`` is our plain speed over its speed."""
+
+    peer: str
+    batch: int
+    context: int
+    dtype: str
+    tok_s: float
+    ratio: float
+    ci_low: float
+    ci_high: float
+
+
+def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """The median of the rounds' ratios and the ends of its bootstrap interval."""
+    import numpy as np
+
+    try:
+        from scipy.stats import bootstrap
+    except ImportError as error:
+        raise MissingDependencyError("scipy", "The interval of a speed-up", INSTALL) from error
+    random = np.random.default_rng(seed)
+    found = bootstrap(
+        (np.asarray(ratios),), np.median, confidence_level=CONFIDENCE, method="percentile", random_state=random
+    )
+    low, high = found.confidence_interval
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def repeated_share(rows: Iterable[Sequence[int]], n: int = 8) -> float:
+    """The share of ``n``-grams that occurred before in the same row: text in a loop is easily drafted."""
+    total = repeated = 0
+    for row in rows:
+        counts = Counter(tuple(row[i : i + n]) for i in range(len(row) - n + 1))
+        total += counts.total()
+        repeated += counts.total() - len(counts)
+    return repeated / total if total else 0.0

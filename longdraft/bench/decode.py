@@ -1,0 +1,363 @@
+"""The decoding benchmark: plain and speculative arms take turns on forks of the same filled prompts.
+
+Each round runs every arm, forwards and backwards in turns (A B C, C B A, …), so that a drift of the machine meets all
+alike; a round's ratio of speeds is formed within that round. Only decode steps are timed. A round that others disturbed
+is repeated. Every arm's tokens are compared with those of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product, zip_longest
+
+import numpy as np
+
+from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, Turn, interval, repeated_share, total
+from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
+from longdraft.config import DraftConfig
+from longdraft.core import Proposal, Status, sum_by_position
+from longdraft.core import Sequence as EngineSequence
+from longdraft.drafts.base import Draft, DraftRow
+from longdraft.engine.runner import Runner
+from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, LongDraftError
+from longdraft.llm import LLM
+from longdraft.sampling_params import SamplingParams
+
+MOST_ROUNDS = 2  # times the rounds asked for: repeating has an end
+OnProgress = Callable[[str, int, int, str], None]  # of what, done, in all, unit
+Rows = list[EngineSequence]
+Prompt = tuple[int, ...]
+Prompts = Callable[[int, int], list[list[int]]]  # batch, context → token ids
+
+
+def measure(
+    llm: LLM,
+    plan: Plan,
+    prompts: Prompts,
+    on_cell: Callable[[Cell], None],
+    on_progress: OnProgress | None = None,
+    roof: MemoryRoof | None = None,
+    after_cell: Callable[[Contest], None] | None = None,
+) -> None:
+    """Measure every cell of ``plan`` and hand each to ``on_cell``; when interrupted, also what is known of the current.
+
+    ``after_cell`` may run more turns on the same rows. The engine must have no other requests, and is left so. Raises
+    ``ContextLengthError`` or ``KVCapacityError`` before anything is computed where a cell cannot fit.
+    """
+    if llm.engine.num_unfinished:
+        raise InvalidValueError("unfinished requests", llm.engine.num_unfinished, "must be 0 while speed is measured")
+    report = on_progress or (lambda name, done, total, unit: None)
+    for context in plan.contexts:
+        check_room(llm, plan, context)
+    for context, temperature in product(plan.contexts, plan.temperatures):
+        rows = prompts(max(plan.batches), context)
+        params = SamplingParams(
+            temperature=temperature, seed=plan.seed, max_tokens=_life(llm, plan, context), ignore_eos=True
+        )
+        with _filled(llm, plan, rows, params, report) as sources:
+            for batch in plan.batches:
+                contest = Contest(llm, plan, {arm: group[:batch] for arm, group in sources.items()})
+                try:
+                    contest.run(on_cell, report, roof)
+                    if after_cell:
+                        after_cell(contest)
+                finally:
+                    contest.close()
+
+
+def _life(llm: LLM, plan: Plan, context: int) -> int:
+    """Tokens that a fork may get before it is made anew from its source."""
+    room = llm.engine.config.max_tokens_per_request - context
+    return min(room, max(2 * plan.most_per_turn, 2 * plan.rounds * plan.round_tokens))
+
+
+def _at(temperature: float) -> str:
+    """For names of bars."""
+    return f" T{temperature:g}" if temperature else ""
+
+
+def check_room(llm: LLM, plan: Plan, context: int) -> None:
+    """Refuse a context at which the arms do not fit side by side."""
+    config, store = llm.engine.config, llm.engine.store
+    shortest = 2 * plan.most_per_turn  # to warm up, and one turn
+    limit = config.max_tokens_per_request - shortest
+    if context > limit:
+        raise ContextLengthError(
+            "context", context, f"must be at most {limit}, to leave room for {shortest} new tokens"
+        )
+    forks = 2 + len(plan.arms)  # plain, arms, and the known continuation
+    per_row = store.pages_for(context) + forks * (store.pages_for(_life(llm, plan, context)) + 2)
+    batch, needed = max(plan.batches), max(plan.batches) * per_row
+    if needed > store.num_pages:
+        tokens = (needed * config.block_size, store.num_pages * config.block_size)
+        raise KVCapacityError(
+            f"{batch} prompts of {context} tokens and their forks need room for {tokens[0]:,} tokens of KV, the cache "
+            f"has {tokens[1]:,}. Raise kv_cache_memory_bytes or measure less at once."
+        )
+    sequences = batch * (forks + len(plan.arms) + 1)
+    if sequences > config.max_num_seqs:
+        raise InvalidValueError("max_num_seqs", config.max_num_seqs, f"must be at least {sequences} for these cells")
+
+
+@contextmanager
+def _filled(
+    llm: LLM, plan: Plan, prompts: Sequence[Sequence[int]], params: SamplingParams, report: OnProgress
+) -> Iterator[dict[Arm, Rows]]:
+    """What each arm is forked from: held sequences at their first token, whose drafts have taken in the prompt."""
+    engine = llm.engine
+    plain = [engine.sequence(engine.add(ids, params)) for ids in prompts]
+    made, total = list(plain), sum(len(ids) for ids in prompts)
+    name = f"fill {len(prompts[0])}{_at(params.temperature)}"
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                require_running(output.seq)
+                engine.hold(output.seq.id)
+            report(name, sum(min(seq.num_committed, seq.num_prompt) for seq in plain), total, "tokens")
+        pretend = nullcontext()
+        if plan.assume_acceptance is not None:
+            known = _continuations(llm, plain, report)
+            pretend = _assumed(engine.runner, plan, llm.model.config.vocab_size, known)
+        with pretend:
+            by_draft: dict[Draft, Rows] = {}
+            for arm in plan.arms:
+                draft = engine.runner.draft(arm.draft)
+                if draft not in by_draft:
+                    by_draft[draft] = fork(llm, plain, arm)
+                    made += by_draft[draft]
+            yield {PLAIN: plain} | {arm: by_draft[engine.runner.draft(arm.draft)] for arm in plan.arms}
+    finally:
+        end(llm, made)
+
+
+def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
+    """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources."""
+    engine = llm.engine
+    rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
+    for seq in rows:
+        engine.hold(seq.id)
+    if arm.draft:
+        engine.runner.draft(arm.draft).follow(rows)
+    return rows
+
+
+def end(llm: LLM, rows: Rows) -> None:
+    """Abort what is not finished."""
+    for seq in rows:
+        if seq.status is not Status.FINISHED:
+            llm.engine.abort(seq.id)
+
+
+def require_running(seq: EngineSequence) -> None:
+    """A request that ended has failed: ends of text are ignored, and there was room."""
+    if seq.status is Status.FINISHED:
+        raise LongDraftError(f"A request ended while it was measured: {seq.error or seq.finish_reason}.")
+
+
+def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
+    """Let ``rows`` alone decode until each has at least ``tokens`` more."""
+    engine, stats = llm.engine, llm.engine.stats
+    before, decode_s, draft_s, steps = _counts(rows), stats.decode_s, stats.draft_s, stats.decode_steps
+    lengths = [len(seq.ids) for seq in rows]
+    for seq in rows:
+        engine.hold(seq.id, False)
+    while any(len(seq.ids) < length + tokens for seq, length in zip(rows, lengths, strict=True)):
+        engine.step()
+        for seq in rows:
+            require_running(seq)
+    for seq in rows:
+        engine.hold(seq.id)
+    (got,), (passes,), drafted, accepted = (_minus(a, b) for a, b in zip(_counts(rows), before, strict=True))
+    return Turn(
+        tokens=got,
+        seconds=stats.decode_s - decode_s,
+        draft_s=stats.draft_s - draft_s,
+        steps=stats.decode_steps - steps,
+        passes=passes,
+        drafted=drafted,
+        accepted=accepted,
+        context=sum(lengths) / len(rows) + got / len(rows) / 2,
+    )
+
+
+def _counts(rows: Rows) -> tuple[list[int], ...]:
+    stats = [seq.stats for seq in rows]
+    tokens, passes = sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)
+    by_position = (sum_by_position(getattr(s, name) for s in stats) for name in ("drafted", "accepted"))
+    return [tokens], [passes], *by_position
+
+
+def _minus(after: Sequence[int], before: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip_longest(after, before, fillvalue=0)]
+
+
+class Contest:
+    """The arms at one batch, context and temperature."""
+
+    def __init__(self, llm: LLM, plan: Plan, sources: dict[Arm, Rows]) -> None:
+        self.llm, self.plan, self.sources = llm, plan, sources
+        self.rows: dict[Arm, Rows] = {}
+        self.differing: set[Arm] = set()
+        self.outputs: list[list[int]] = []  # the longest that plain decoding gave
+        first = sources[PLAIN][0]
+        self.batch, self.context, self.temperature = len(sources[PLAIN]), first.num_prompt, first.params.temperature
+
+    def run(self, on_cell: Callable[[Cell], None], report: OnProgress, roof: MemoryRoof | None) -> None:
+        """All rounds, and a cell per arm; also where an interruption leaves at least two rounds."""
+        clean: list[Round] = []
+        disturbed_ones: list[Round] = []
+        wanted, name = self.plan.rounds, f"{self.batch} x {self.context}{_at(self.temperature)}"
+        per_round = self.batch * self.plan.round_tokens * len(self.sources)
+        try:
+            while len(clean) < wanted and len(clean) + len(disturbed_ones) < MOST_ROUNDS * wanted:
+                turns, noisy = self.round(backwards=len(clean) % 2 == 1)
+                (disturbed_ones if noisy else clean).append(turns)
+                if roof:
+                    roof.read()
+                report(name, len(clean) * per_round, wanted * per_round, "tokens")
+        finally:
+            counted = clean + disturbed_ones[: wanted - len(clean)]
+            if len(counted) > 1:
+                self.compare()
+                for arm in self.plan.arms:
+                    on_cell(self._cell(arm, counted, len(clean) < wanted, roof))
+        report(name, wanted * per_round, wanted * per_round, "tokens")
+
+    def round(self, backwards: bool) -> tuple[Round, bool]:
+        """One turn of every arm, and whether any of them was disturbed."""
+        self.make_room()
+        arms, turns, noisy = list(self.rows), {}, False
+        for arm in reversed(arms) if backwards else arms:
+            before = Load.now()
+            turns[arm] = turn(self.llm, self.rows[arm], self.plan.round_tokens)
+            noisy |= disturbed(before, Load.now())
+        return turns, noisy
+
+    def make_room(self) -> None:
+        """Make forks, again where one could reach its end in the next turn; each takes a step that is not timed."""
+        alive = [seq for rows in self.rows.values() for seq in rows]
+        if alive and all(seq.max_total - len(seq.ids) > self.plan.most_per_turn for seq in alive):
+            return
+        self.close()
+        for arm, sources in self.sources.items():
+            self.rows[arm] = fork(self.llm, sources, arm)
+        for rows in self.rows.values():
+            turn(self.llm, rows, 1)
+
+    def close(self) -> None:
+        """Compare the arms' rows once more and end them."""
+        self.compare()
+        end(self.llm, [seq for rows in self.rows.values() for seq in rows])
+        self.rows.clear()
+
+    def compare(self) -> None:
+        """Note which arms' tokens differ from the plain ones, as far as both go."""
+        plain = self.rows.get(PLAIN, [])
+        for arm, rows in self.rows.items():
+            pairs = ((a.output_ids, b.output_ids) for a, b in zip(plain, rows, strict=True))
+            if any(x != y for a, b in pairs for x, y in zip(a, b, strict=False)):
+                self.differing.add(arm)
+        outputs = [seq.output_ids for seq in plain]
+        self.outputs = max(self.outputs, outputs, key=lambda rows: sum(map(len, rows)))
+
+    def _cell(self, arm: Arm, rounds: list[Round], noisy: bool, roof: MemoryRoof | None) -> Cell:
+        plain, fast = (total([turns[a] for turns in rounds]) for a in (PLAIN, arm))
+        speedup, low, high = interval([turns[arm].speed / turns[PLAIN].speed for turns in rounds], self.plan.seed)
+        read, flops = plain_step_cost(self.llm.model, self.llm.engine.store.bytes_per_token, self.batch, plain.context)
+        t_plain_ms = 1000 * plain.seconds / plain.steps
+        roof_ms = 1000 * read / roof.bytes_per_s if roof and roof.bytes_per_s else None
+        return Cell(
+            batch=self.batch,
+            context=self.context,
+            dtype=str(self.llm.model.dtype).removeprefix("torch."),
+            draft=arm.name,
+            weights=arm.draft.weights,
+            budget=arm.budget,
+            gamma=arm.gamma,
+            temperature=self.temperature,
+            plain_tok_s=plain.speed,
+            spec_tok_s=fast.speed,
+            speedup=speedup,
+            ci_low=low,
+            ci_high=high,
+            identical=arm not in self.differing,
+            tokens_per_verify=fast.tokens / fast.passes,
+            acceptance_by_position=[a / d for a, d in zip(fast.accepted, fast.drafted, strict=True) if d],
+            t_plain_ms=t_plain_ms,
+            t_draft_ms=1000 * fast.draft_s / (fast.steps * arm.gamma),
+            t_verify_ms=1000 * (fast.seconds - fast.draft_s) / fast.steps,
+            roof_share=roof_ms and roof_ms / t_plain_ms,
+            repeated_8gram=repeated_share(self.outputs),
+            simulated=self.plan.assume_acceptance is not None,
+            noisy=noisy,
+            shown=Shown(arm.label, len(rounds), read, flops, roof_ms),
+        )
+
+
+class AssumedAcceptance(Draft):
+    """Runs a real draft for its cost, then proposes the known continuation, each token of it spoiled at random."""
+
+    def __init__(self, real: Draft, plan: Plan, vocab_size: int, known: Mapping[Prompt, list[int]]) -> None:
+        """``known``: prompt → its ids as plain decoding goes on."""
+        self.real, self.rate, self.vocab_size, self.known = real, plan.assume_acceptance, vocab_size, known
+        self._ids: dict[int, list[int]] = {}  # by sequence
+        self._random = np.random.default_rng(plan.seed)
+
+    def propose(self, rows: Sequence[DraftRow], *, sampled: bool) -> Proposal:
+        """See ``Draft``."""
+        self.real.propose(rows, sampled=False)
+        return Proposal([self._tokens(row) for row in rows])
+
+    def _tokens(self, row: DraftRow) -> list[int]:
+        length = len(row.seq.ids)
+        right = self._ids[row.seq.id][length : length + row.gamma]
+        held = self._random.random(len(right)) < self.rate
+        return [t if h else (t + 1) % self.vocab_size for t, h in zip(right, held, strict=True)]
+
+    def follow(self, seqs: Sequence[EngineSequence]) -> None:
+        """See ``Draft``."""
+        for seq in seqs:
+            self._ids[seq.id] = self.known[tuple(seq.ids[: seq.num_prompt])]
+        self.real.follow(seqs)
+
+    def settle(self, seqs: Sequence[EngineSequence]) -> None:
+        """See ``Draft``."""
+        self.real.settle(seqs)
+
+    def fork(self, source: EngineSequence, child: EngineSequence) -> None:
+        """See ``Draft``."""
+        self.real.fork(source, child)
+
+
+def _continuations(llm: LLM, sources: Rows, report: OnProgress) -> dict[Prompt, list[int]]:
+    """Prompt → its ids after plain decoding to the end of its forks' lives; untimed."""
+    rows = fork(llm, sources, PLAIN)
+    total_tokens = sum(seq.max_total - seq.num_prompt for seq in rows)
+    try:
+        for seq in rows:
+            llm.engine.hold(seq.id, False)
+        while llm.engine.has_work:
+            llm.engine.step()
+            report("continue", sum(len(seq.output_ids) for seq in rows), total_tokens, "tokens")
+    finally:
+        end(llm, rows)
+    return {tuple(seq.ids[: seq.num_prompt]): seq.ids for seq in rows}
+
+
+@contextmanager
+def _assumed(runner: Runner, plan: Plan, vocab_size: int, known: Mapping[Prompt, list[int]]) -> Iterator[None]:
+    """While it lasts, every draft of ``runner`` proposes what ``AssumedAcceptance`` says."""
+    real, made = runner.draft, {}
+
+    def draft(config: DraftConfig) -> Draft:
+        inner = real(config)
+        if inner not in made:
+            made[inner] = AssumedAcceptance(inner, plan, vocab_size, known)
+        return made[inner]
+
+    runner.draft = draft
+    try:
+        yield
+    finally:
+        del runner.draft  # the class's method is visible again

@@ -1,0 +1,128 @@
+"""The machine under the measurement: what it is, how fast it reads memory, and who else was using it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+from longdraft import __version__
+from longdraft.kernels import native
+from longdraft.models.transformer import Transformer
+from longdraft.models.weights import expected_shapes
+
+ROOF_BYTES = 2**30  # beyond any cache
+FOREIGN_SHARE, STEAL_SHARE = 0.02, 0.01  # of all cores' time; more disturbs a round
+TICKS_S = 0.03  # three ticks of the counters, below which a share says nothing
+PACKAGES = ("torch", "numpy", "scipy", "transformers")
+
+
+class MemoryRoof:
+    """Repeated readings of the memory bandwidth by the native kernels' reading loop, on all their threads."""
+
+    def __init__(self, size: int = ROOF_BYTES) -> None:
+        # Random: pages of zeros may all be one page, which a cache holds.
+        random = torch.Generator().manual_seed(0)
+        self._buffer = torch.empty(size // 8, dtype=torch.int64).random_(generator=random)
+        self._readings: list[float] = []
+        self.read()  # the first one also wakes the threads
+        self._readings.clear()
+
+    @staticmethod
+    def available(device: torch.device) -> bool:
+        """Whether there is such a loop for the memory of ``device``."""
+        return native._native is not None and device.type == "cpu"
+
+    def read(self) -> None:
+        """Take a reading."""
+        started = time.perf_counter()
+        native.runtime().read(self._buffer.data_ptr(), self._buffer.nbytes)
+        self._readings.append(self._buffer.nbytes / (time.perf_counter() - started))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The median of the readings so far."""
+        return median(self._readings) if self._readings else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Counters of processor time in seconds, at one moment."""
+
+    wall: float
+    busy: float  # of all processes
+    own: float
+    steal: float  # taken by other virtual machines
+
+    @staticmethod
+    def now() -> Load:
+        """Read the counters."""
+        times, mine = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        steal = getattr(times, "steal", 0.0)
+        # A guest's time is part of user and nice already.
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+        busy = sum(times) - idle - steal - guests
+        return Load(time.perf_counter(), busy, mine.user + mine.system, steal)
+
+
+def disturbed(before: Load, after: Load) -> bool:
+    """Whether others used so much of the processors in between that what was timed does not count."""
+    all_cores = (after.wall - before.wall) * (psutil.cpu_count() or 1)
+    foreign = (after.busy - before.busy) - (after.own - before.own)
+    stolen = after.steal - before.steal
+    return foreign > max(FOREIGN_SHARE * all_cores, TICKS_S) or stolen > max(STEAL_SHARE * all_cores, TICKS_S)
+
+
+def describe_machine(roof: MemoryRoof | None) -> dict[str, object]:
+    """What a reader of the figures has to know of the machine."""
+    bandwidth = roof.bytes_per_s if roof else None
+    built = native._native is not None
+    return {
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "isa": native.runtime().isa if built else None,
+        "threads": native.runtime().threads if built else torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "read_gb_s": bandwidth and round(bandwidth / 1e9, 2),
+        "versions": _versions(),
+    }
+
+
+def _processor() -> str:
+    """Its name; on Linux ``platform`` does not know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"longdraft": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def plain_step_cost(model: Transformer, kv_bytes_per_token: int, batch: int, context: float) -> tuple[float, float]:
+    """Bytes that a plain step must read (weights once, each row's K and V) and its floating-point operations."""
+    config, weight_bytes = model.config, model.weight_bytes
+    parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    if model.embedding is not None:  # a few rows of it are looked up; as a tied head it is read as a whole
+        parameters -= model.embedding.numel()
+        weight_bytes -= model.embedding.nbytes
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    return weight_bytes + batch * context * kv_bytes_per_token, batch * (2 * parameters + attention)

@@ -1,0 +1,41 @@
+"""The prompt set P8: two windows of each packaged novel, and shifted ones for larger batches."""
+
+from __future__ import annotations
+
+import lzma
+from functools import lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from longdraft.errors import InvalidValueError
+from longdraft.prompts import require
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
+
+NOVELS = ("pride_and_prejudice", "sense_and_sensibility", "northanger_abbey", "mansfield_park")
+SHIFT = 4001  # characters that each further set of eight windows starts behind the last one
+CHARACTERS_PER_TOKEN = 8  # more than prose has, so that a slice of this many holds the window
+
+
+def windows(llm: LLM, batch: int, context: int) -> list[list[int]]:
+    """``batch`` different windows of ``context`` token ids: all novels from a third on, then all from two thirds on.
+
+    ``InvalidValueError`` where a novel ends too early.
+    """
+    tokenizer, rows = require(llm.tokenizer), []
+    for n in range(batch):
+        novel, part = NOVELS[n % 4], 1 + n // 4 % 2
+        text = _text(novel)
+        start = len(text) * part // 3 + n // 8 * SHIFT
+        ids = tokenizer.encode(text[start : start + max(60_000, CHARACTERS_PER_TOKEN * context)])[:context]
+        if len(ids) < context:
+            limit = f"must be at most {len(ids)} in a batch of {batch}, where {novel} ends"
+            raise InvalidValueError("--context", context, limit)
+        rows.append(ids)
+    return rows
+
+
+@lru_cache(maxsize=len(NOVELS))
+def _text(novel: str) -> str:
+    return lzma.decompress((files("longdraft") / "data" / f"austen_{novel}.txt.xz").read_bytes()).decode()

@@ -1,0 +1,229 @@
+"""``longdraft bench decode``: how fast plain and speculative decoding are here, over batches and contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from longdraft.cli import drafting, options
+from longdraft.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from longdraft.bench import Arm, Cell, PeerCell, Plan
+    from longdraft.bench.decode import Contest
+    from longdraft.llm import LLM
+
+INTERRUPTED = 130
+FILE_WIDTH = 240  # where no terminal sets one: several arms side by side
+PEERS = ("hf",)
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed."""
+
+
+@app.command()
+def decode(
+    model: options.Model = None,
+    batch: Annotated[list[int], typer.Option(help="Rows decoded together. Repeatable.")] = [8],  # noqa: B006
+    context: Annotated[list[int], typer.Option(help="Prompt tokens per row. Repeatable.")] = [4000],  # noqa: B006
+    draft: Annotated[
+        list[str],
+        typer.Option(help=f"Who proposes: {drafting.NAMES}, or a small model's path or name. Repeatable."),
+    ] = ["streaming_llm"],  # noqa: B006
+    kv: drafting.Kv = None,
+    budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
+    gamma: Annotated[list[int], typer.Option(help="Most tokens proposed per pass. Repeatable.")] = [3],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="0 is greedy. Repeatable.")] = [0.0],  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Rounds in which all arms take turns.")] = 8,
+    round_tokens: Annotated[int, typer.Option(help="Tokens that each row gets at least in a turn.")] = 32,
+    assume_acceptance: Annotated[
+        float | None, typer.Option(help="Simulate: every proposed token is right with this probability.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    kv_dtype: options.KVDtype = None,
+    kv_cache_memory_bytes: options.KVMemory = None,
+    device: options.Device = "auto",
+    peer: Annotated[str | None, typer.Option(help="Also time another engine's plain decoding: hf.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the speed-ups.")] = None,
+    download: options.Download = False,
+) -> None:
+    """Time plain against speculative decoding of passages of four novels; the protocol is in docs/performance.md.
+
+    The last line of stdout is one JSON object. Exit status 1 if an output differs from plain decoding's where the
+    exactness tier promises equality. Ctrl-C prints what is measured so far.
+    """
+    from longdraft.bench import Plan, interval
+
+    arms = make_arms(draft, budget, gamma, kv)
+    sizes = {"rounds": rounds, "round_tokens": round_tokens, "assume_acceptance": assume_acceptance}
+    plan = Plan(_unique(batch), _unique(context), arms, _unique(temperature), **sizes)
+    _check_outputs(peer, json, plot)
+    interval([1.0, 1.0])  # says now if scipy is missing
+    llm = options.make_llm(
+        model,
+        draft=_own_model(arms),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        max_num_seqs=max(256, max(plan.batches) * (2 * len(arms) + 3)),
+        device=device,
+        download=download,
+    )
+    raise typer.Exit(_run(llm, plan, peer, json, plot))
+
+
+def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str | None) -> tuple[Arm, ...]:
+    """Every draft with every budget and γ; a draft that has no budget once per γ."""
+    from longdraft.bench import Arm
+
+    arms = {}
+    for name, budget, gamma in product(_unique(drafts), _unique(budgets), _unique(gammas)):
+        config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
+        arm = Arm(Path(name).name or name, config)
+        arms.setdefault((name, arm.budget, gamma), arm)
+    return tuple(arms.values())
+
+
+def _unique(values: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _own_model(arms: tuple[Arm, ...]) -> object:
+    """The draft whose weights have to be loaded, of which an ``LLM`` has one at most."""
+    own = {arm.draft.weights: arm.draft for arm in arms if arm.draft.own_model}
+    if len(own) > 1:
+        raise InvalidValueError("--draft", list(own), "may name one small model at most", "Measure them one by one.")
+    return next(iter(own.values()), None)
+
+
+def _check_outputs(peer: str | None, json: Path | None, plot: Path | None) -> None:
+    """Before hours of work: can the results be written?"""
+    from longdraft.bench.plot import check_plot
+
+    for option, file in (("--json", json), ("--plot", plot)):
+        if file and not file.absolute().parent.is_dir():
+            raise InvalidValueError(option, str(file), "must lie in a folder that exists")
+    if plot:
+        check_plot(plot)
+    if peer and peer not in PEERS:
+        raise InvalidValueError("--peer", peer, f"must be one of {', '.join(PEERS)}")
+
+
+def _run(llm: LLM, plan: Plan, peer: str | None, json: Path | None, plot: Path | None) -> int:
+    """Measure, show, write; the exit status."""
+    import json as jsonlib
+
+    from rich.console import Console
+
+    from longdraft.bench.decode import measure
+    from longdraft.bench.machine import MemoryRoof, describe_machine
+    from longdraft.bench.plot import plot as draw
+    from longdraft.bench.prompts import windows
+    from longdraft.cli.progress import Progress
+
+    cells: list[Cell] = []
+    peers: list[PeerCell] = []
+    roof = MemoryRoof() if MemoryRoof.available(llm.model.device) else None
+    status = 0
+    try:
+        with Progress() as progress, _peer(llm, peer, peers) as after_cell:
+            measure(llm, plan, partial(windows, llm), cells.append, progress.update, roof, after_cell)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    about = _model(llm)
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    for table in tables(cells, peers, about):
+        console.print(table)
+    if plot and cells:
+        drafts = ", ".join(dict.fromkeys(arm.name for arm in plan.arms))
+        draw(cells, plot, f"{about['name']}, {about['dtype']}, draft {drafts}")
+    report = {
+        "machine": describe_machine(roof),
+        "model": about,
+        "cells": [cell.report() for cell in cells],
+        "peers": [vars(row) for row in peers],
+    }
+    line = jsonlib.dumps(report)
+    if json:
+        json.write_text(line + "\n")
+    print(line, flush=True)
+    equal = all(cell.identical for cell in cells) or llm.exactness not in ("bit-identical", "identical")
+    return status if equal else 1
+
+
+def _model(llm: LLM) -> dict[str, object]:
+    """The model and how it runs."""
+    from longdraft.cli.report import setting
+
+    about = setting(llm)
+    return {"name": about.pop("model"), **about, "kv_bytes_per_token": llm.engine.store.bytes_per_token}
+
+
+@contextmanager
+def _peer(llm: LLM, name: str | None, rows: list[PeerCell]) -> Iterator[Callable[[Contest], None] | None]:
+    """What runs another engine against plain decoding after each cell; ``None`` where no peer was named."""
+    if name is None:
+        yield None
+        return
+    from longdraft.bench.peer_hf import HuggingFace
+
+    with HuggingFace(llm) as peer:
+        yield lambda contest: rows.extend(row for row in [peer.measure(contest)] if row)
+
+
+def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -> Iterator[Table]:
+    """One table per batch, context and temperature: plain decoding, and beside it every arm."""
+    from rich.table import Table
+
+    for (batch, context, temperature), group in groupby(cells, lambda c: (c.batch, c.context, c.temperature)):
+        arms = list(group)
+        simulated = ", SIMULATED acceptance" if arms[0].simulated else ""
+        title = f"{about['name']}, {about['dtype']}: {batch} x {context:,} tokens, T {temperature:g}{simulated}"
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        for heading in ("plain", *(cell.shown.label for cell in arms)):
+            table.add_column(heading, justify="right")
+        for name, plain, values in _lines(arms):
+            table.add_row(f"[bold]{name}", plain, *values)
+        for row in peers:
+            if (row.batch, row.context, temperature) == (batch, context, 0):
+                speeds = f"{row.tok_s:.1f} tokens/s, ours {row.ratio:.2f} x [{row.ci_low:.2f}, {row.ci_high:.2f}]"
+                table.caption = f"{row.peer}: {speeds}"
+        yield table
+
+
+def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, plain figure and every arm's."""
+    one, shown = arms[0], arms[0].shown
+    yield "tokens/s", f"{one.plain_tok_s:.1f}", [f"{c.spec_tok_s:.1f}" for c in arms]
+    yield "speed-up", "1", [f"{c.speedup:.3f} x" for c in arms]
+    yield "95 % interval", "", [f"{c.ci_low:.3f} – {c.ci_high:.3f}" for c in arms]
+    yield "", "", ["" if c.significant else "not significant" for c in arms]
+    yield "output", "", ["identical" if c.identical else "DIFFERS" for c in arms]
+    yield "tokens per verify", "1", [f"{c.tokens_per_verify:.2f}" for c in arms]
+    yield "acceptance", "", [" ".join(f"{x:.2f}" for x in c.acceptance_by_position) for c in arms]
+    yield "ms per step", f"{one.t_plain_ms:.2f}", ["" for _ in arms]
+    yield "ms per draft step", "", [f"{c.t_draft_ms:.2f}" for c in arms]
+    yield "ms per verify", "", [f"{c.t_verify_ms:.2f}" for c in arms]
+    yield "verify / plain", "", [f"{c.t_verify_ms / c.t_plain_ms:.2f}" for c in arms]
+    if shown.roof_ms is not None:
+        yield "memory roof, ms", f"{shown.roof_ms:.2f} ({one.roof_share:.0%} reached)", ["" for _ in arms]
+    yield "per plain step", f"{shown.read_bytes / 2**20:,.0f} MiB, {shown.flops / 1e9:,.2f} GFLOP", ["" for _ in arms]
+    yield "repeated 8-grams", f"{one.repeated_8gram:.0%}", ["" for _ in arms]
+    yield "rounds", "", [f"{c.shown.rounds}{', NOISY' if c.noisy else ''}" for c in arms]
