@@ -110,6 +110,7 @@ class Worker {
       : shape_(shape), view_(view), piece_(piece), group_(shape.heads / shape.kv_heads),
         scale_(splat(1.4426950408889634f / std::sqrt(float(shape.dim)))) {  // weights are powers of two, not of e
     const int64_t list = int64_t(piece.row) * view.lists + (view.lists == 1 ? 0 : piece.head);
+    rows_ = piece.heads * piece.count;
     pages_ = view.pages + list * view.width;
     first_ = view.first + list * view.width;
     positions_ = view.positions ? view.positions + list * view.width * PAGE : nullptr;
@@ -122,8 +123,9 @@ class Worker {
   void run(const float* q, int stride, float* partial) {
     prepare(q, stride);
     const int end = piece_.page + piece_.pages;
-    for (int page = piece_.page; page < end; page += TILE) tile(page, min(TILE, end - page), min(TILE, end - page - TILE));
-    for (int r = 0; r < piece_.count; r++) {
+    for (int page = piece_.page; page < end; page += TILE)
+      for (int head = 0; head < piece_.heads; head++) tile(head, page, min(TILE, end - page));
+    for (int r = 0; r < rows_; r++) {
       float* out = partial + int64_t(r) * (shape_.dim + 2);
       out[0] = s_.largest[r];
       out[1] = sum(load(s_.sums + r * 16));
@@ -135,8 +137,9 @@ class Worker {
   void prepare(const float* q, int stride) {
     const int row = piece_.row, first = view_.starts[row], queries = view_.starts[row + 1] - first;
     lowest_ = 1 << 30, highest_ = -1;
-    for (int r = 0; r < piece_.count; r++) {
-      const int token = (piece_.query + r) / group_, head = piece_.head * group_ + (piece_.query + r) % group_;
+    for (int r = 0; r < rows_; r++) {
+      const int query = piece_.query + r % piece_.count, token = query / group_;
+      const int head = (piece_.head + r / piece_.count) * group_ + query % group_;
       const float* from = q + int64_t(first + token) * stride + int64_t(head) * shape_.dim;
       for (int d = 0; d < shape_.dim; d += 16) {
         if constexpr (T::PER_ITEM == 1)
@@ -149,12 +152,12 @@ class Worker {
       lowest_ = min(lowest_, position), highest_ = max(highest_, position);
       s_.largest[r] = -INFINITY;
     }
-    std::memset(s_.sums, 0, sizeof(float) * piece_.count * 16);
-    std::memset(s_.out, 0, sizeof(float) * piece_.count * shape_.dim);
+    std::memset(s_.sums, 0, sizeof(float) * rows_ * 16);
+    std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
   }
 
-  const typename T::Item* at(const typename T::Item* storage, int page) const {
-    return storage + (int64_t(pages_[page]) * shape_.kv_heads + piece_.head) * page_items_;
+  const typename T::Item* at(const typename T::Item* storage, int page, int head) const {
+    return storage + (int64_t(pages_[page]) * shape_.kv_heads + piece_.head + head) * page_items_;
   }
 
   int slot(int page, int i) const { return positions_ ? positions_[page * PAGE + i] : first_[page] + i; }
@@ -169,26 +172,37 @@ class Worker {
     return !positions_ && last <= lowest_ && (first >= view_.window[piece_.row] || last < view_.sinks[piece_.row]);
   }
 
-  void tile(int page, int count, int next) {
+  void tile(int head, int page, int count) {
     if (!positions_ && first_[page] > highest_) return;
     Tile<T> k, v;
     bool whole = count == TILE;
     for (int i = 0; i < TILE; i++) {
       const int here = page + min(i, count - 1);
-      k.block[i] = at(k_, here);
-      v.block[i] = at(v_, here);
+      k.block[i] = at(k_, here, head);
+      v.block[i] = at(v_, here, head);
       whole = whole && plain(here);
-      if (next > 0) {
-        const int after = page + TILE + min(i, next - 1);
-        k.ahead[i] = reinterpret_cast<const char*>(at(k_, after));
-        v.ahead[i] = reinterpret_cast<const char*>(at(v_, after));
-      }
     }
+    const bool more = look_ahead(head, page, count, k, v);
     if (!whole) hide_junk(page, count, v);
-    in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, row, k, next > 0 && row == 0); });
-    if (!whole) mask(page, count);
-    for (int r = 0; r < piece_.count; r++) softmax(r);
-    in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, row, v, next > 0 && row == 0); });
+    const int base = head * piece_.count;
+    in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, k, more && row == 0); });
+    if (!whole) mask(base, page, count);
+    for (int r = 0; r < piece_.count; r++) softmax(base + r);
+    in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, v, more && row == 0); });
+  }
+
+  // Notes what will be read next, to be fetched meanwhile: the next head's blocks, or the next tile's.
+  bool look_ahead(int head, int page, int count, Tile<T>& k, Tile<T>& v) const {
+    const int end = piece_.page + piece_.pages;
+    const bool same = head + 1 < piece_.heads;
+    const int next = same ? page : page + TILE, left = same ? count : end - next;
+    if (left <= 0) return false;
+    for (int i = 0; i < TILE; i++) {
+      const int after = next + min(i, min(TILE, left) - 1);
+      k.ahead[i] = reinterpret_cast<const char*>(at(k_, after, same ? head + 1 : 0));
+      v.ahead[i] = reinterpret_cast<const char*>(at(v_, after, same ? head + 1 : 0));
+    }
+    return true;
   }
 
   template <int R>
@@ -230,12 +244,12 @@ class Worker {
     }
   }
 
-  void mask(int page, int count) {
+  void mask(int base, int page, int count) {
     for (int i = 0; i < TILE; i++)
       for (int t = 0; t < PAGE; t++) {
         const int position = i < count ? slot(page + i, t) : 1 << 30;
         const bool seen = i < count && visible(position);
-        for (int r = 0; r < piece_.count; r++)
+        for (int r = base; r < base + piece_.count; r++)
           if (!seen || position > s_.position[r]) s_.scores[r * KEYS + i * PAGE + t] = -INFINITY;
       }
   }
@@ -279,7 +293,7 @@ class Worker {
   const V scale_;
   const int32_t *pages_, *first_, *positions_;
   const typename T::Item *k_, *v_;
-  int items_, lowest_, highest_;
+  int rows_, items_, lowest_, highest_;
   int64_t page_items_;
   State<T> s_;
 };
@@ -288,14 +302,14 @@ inline void merge(const Shape& shape, const View& view, const Piece* pieces, con
                   float* out) {
   const Piece& first = pieces[merge.first];
   const int group = shape.heads / shape.kv_heads, dim = shape.dim;
-  for (int r = 0; r < first.count; r++) {
+  for (int r = 0; r < first.heads * first.count; r++) {
     float top = -INFINITY;
     for (int i = 0; i < merge.count; i++) {
       const float m = partial[pieces[merge.first + i].partial + int64_t(r) * (dim + 2)];
       top = m > top ? m : top;
     }
-    const int token = view.starts[first.row] + (first.query + r) / group;
-    float* to = out + (int64_t(token) * shape.heads + first.head * group + (first.query + r) % group) * dim;
+    const int query = first.query + r % first.count, head = (first.head + r / first.count) * group + query % group;
+    float* to = out + (int64_t(view.starts[first.row] + query / group) * shape.heads + head) * dim;
     float total = 0;
     for (int d = 0; d < dim; d += 16) store(to + d, zero());
     for (int i = 0; i < merge.count; i++) {

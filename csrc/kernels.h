@@ -47,11 +47,13 @@ struct Shape {
   bool kv_bf16;
 };
 
-// One piece of attention: some queries of a row and KV head over some of their pages.
+// One piece of attention: some queries of a row over some of their pages, for one KV head or, where few queries read one
+// list of pages, for all: their blocks of a page lie side by side, and memory is read best from end to end.
 struct Piece {
-  int row, head, query, count;  // `count` of the row's queries times heads of the group, from `query` on
+  int row, head, heads;         // KV heads [head, head + heads)
+  int query, count;             // `count` of the row's queries times heads of a group, from `query` on, for each KV head
   int page, pages;              // pages [page, page + pages) of the list
-  int64_t partial;              // where its result goes: count · (dim + 2) floats
+  int64_t partial;              // where its result goes: heads · count · (dim + 2) floats
 };
 // The pieces that make up one result, in the order in which they are merged.
 struct Merge {
@@ -110,6 +112,6 @@ struct Kernels {
 
 constexpr int PAGE = 16;         // tokens
 constexpr int CHUNK_PAGES = 64;  // borders of partial results, in pages from the start of a list
-constexpr int QUERIES = 64;      // most queries (times heads of a group) of one piece
+constexpr int QUERIES = 64;      // most queries (times heads) of one piece
 
 }  // namespace longdraft

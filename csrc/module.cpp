@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,6 +61,16 @@ std::vector<std::string> isas() {
   return names;
 }
 
+// Asks for large pages: caches and weights are read from end to end, and with small ones every other line costs a look
+// into the page table. Only a hint; other systems ignore it.
+void huge_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t small = 4096;
+  const uintptr_t first = (address + small - 1) / small * small, end = (address + bytes) / small * small;
+  if (end > first) madvise(at<void>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
 struct Weight {
   uintptr_t data, bias;
   int n, k, type;
@@ -84,12 +95,15 @@ struct Plan {
         view{rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
              at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
              at<const int32_t>(window)} {
-    for (int row = 0; row < rows; row++)
-      for (int head = 0; head < kv_heads; head++) cut(row, head);
+    for (int row = 0; row < rows; row++) {
+      const bool few = (view.starts[row + 1] - view.starts[row]) * heads <= QUERIES;
+      const int together = lists == 1 && few ? kv_heads : 1;
+      for (int head = 0; head < kv_heads; head += together) cut(row, head, together);
+    }
   }
 
  private:
-  void cut(int row, int head) {
+  void cut(int row, int head, int heads) {
     const int64_t list = int64_t(row) * view.lists + (view.lists == 1 ? 0 : head);
     const int group = shape.heads / shape.kv_heads, queries = view.starts[row + 1] - view.starts[row];
     for (int query = 0; query < queries * group; query += QUERIES) {
@@ -98,8 +112,8 @@ struct Plan {
       for (int page = 0; page < view.counts[list]; page += CHUNK_PAGES) {
         if (page && !view.positions && view.first[list * view.width + page] > highest) break;
         const int pages = std::min(CHUNK_PAGES, view.counts[list] - page);
-        pieces.push_back({row, head, query, count, page, pages, partial});
-        partial += int64_t(count) * (shape.dim + 2);
+        pieces.push_back({row, head, heads, query, count, page, pages, partial});
+        partial += int64_t(heads) * count * (shape.dim + 2);
       }
       merges.push_back({start, int(pieces.size()) - start});
     }
@@ -229,6 +243,7 @@ NB_MODULE(_native, m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "Native CPU kernels; used through longdraft.kernels.native.";
   m.def("isas", &isas);
+  m.def("huge_pages", &huge_pages);
   m.attr("PAGE") = PAGE;
   nb::class_<Weight>(m, "Weight").def(
       "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, int type, uintptr_t scales, uintptr_t sums) {

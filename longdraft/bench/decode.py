@@ -7,27 +7,20 @@ is repeated. Every arm's tokens are compared with those of plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import product, zip_longest
+from itertools import product
 
-import numpy as np
-
-from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, Turn, interval, repeated_share, total
+from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, interval, repeated_share, total
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
-from longdraft.config import DraftConfig
-from longdraft.core import Proposal, Status, sum_by_position
-from longdraft.core import Sequence as EngineSequence
-from longdraft.drafts.base import Draft, DraftRow
-from longdraft.engine.runner import Runner
-from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, LongDraftError
+from longdraft.bench.simulate import assumed, continuations
+from longdraft.bench.turns import OnProgress, Rows, end, fork, require_running, turn
+from longdraft.drafts.base import Draft
+from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError
 from longdraft.llm import LLM
 from longdraft.sampling_params import SamplingParams
 
 MOST_ROUNDS = 2  # times the rounds asked for: repeating has an end
-OnProgress = Callable[[str, int, int, str], None]  # of what, done, in all, unit
-Rows = list[EngineSequence]
-Prompt = tuple[int, ...]
 Prompts = Callable[[int, int], list[list[int]]]  # batch, context → token ids
 
 
@@ -117,8 +110,8 @@ def _filled(
             report(name, sum(min(seq.num_committed, seq.num_prompt) for seq in plain), total, "tokens")
         pretend = nullcontext()
         if plan.assume_acceptance is not None:
-            known = _continuations(llm, plain, report)
-            pretend = _assumed(engine.runner, plan, llm.model.config.vocab_size, known)
+            known = continuations(llm, plain, report)
+            pretend = assumed(engine.runner, plan, llm.model.config.vocab_size, known)
         with pretend:
             by_draft: dict[Draft, Rows] = {}
             for arm in plan.arms:
@@ -129,67 +122,6 @@ def _filled(
             yield {PLAIN: plain} | {arm: by_draft[engine.runner.draft(arm.draft)] for arm in plan.arms}
     finally:
         end(llm, made)
-
-
-def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
-    """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources."""
-    engine = llm.engine
-    rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
-    for seq in rows:
-        engine.hold(seq.id)
-    if arm.draft:
-        engine.runner.draft(arm.draft).follow(rows)
-    return rows
-
-
-def end(llm: LLM, rows: Rows) -> None:
-    """Abort what is not finished."""
-    for seq in rows:
-        if seq.status is not Status.FINISHED:
-            llm.engine.abort(seq.id)
-
-
-def require_running(seq: EngineSequence) -> None:
-    """A request that ended has failed: ends of text are ignored, and there was room."""
-    if seq.status is Status.FINISHED:
-        raise LongDraftError(f"A request ended while it was measured: {seq.error or seq.finish_reason}.")
-
-
-def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
-    """Let ``rows`` alone decode until each has at least ``tokens`` more."""
-    engine, stats = llm.engine, llm.engine.stats
-    before, decode_s, draft_s, steps = _counts(rows), stats.decode_s, stats.draft_s, stats.decode_steps
-    lengths = [len(seq.ids) for seq in rows]
-    for seq in rows:
-        engine.hold(seq.id, False)
-    while any(len(seq.ids) < length + tokens for seq, length in zip(rows, lengths, strict=True)):
-        engine.step()
-        for seq in rows:
-            require_running(seq)
-    for seq in rows:
-        engine.hold(seq.id)
-    (got,), (passes,), drafted, accepted = (_minus(a, b) for a, b in zip(_counts(rows), before, strict=True))
-    return Turn(
-        tokens=got,
-        seconds=stats.decode_s - decode_s,
-        draft_s=stats.draft_s - draft_s,
-        steps=stats.decode_steps - steps,
-        passes=passes,
-        drafted=drafted,
-        accepted=accepted,
-        context=sum(lengths) / len(rows) + got / len(rows) / 2,
-    )
-
-
-def _counts(rows: Rows) -> tuple[list[int], ...]:
-    stats = [seq.stats for seq in rows]
-    tokens, passes = sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)
-    by_position = (sum_by_position(getattr(s, name) for s in stats) for name in ("drafted", "accepted"))
-    return [tokens], [passes], *by_position
-
-
-def _minus(after: Sequence[int], before: Sequence[int]) -> list[int]:
-    return [a - b for a, b in zip_longest(after, before, fillvalue=0)]
 
 
 class Contest:
@@ -293,71 +225,3 @@ class Contest:
             noisy=noisy,
             shown=Shown(arm.label, len(rounds), read, flops, roof_ms),
         )
-
-
-class AssumedAcceptance(Draft):
-    """Runs a real draft for its cost, then proposes the known continuation, each token of it spoiled at random."""
-
-    def __init__(self, real: Draft, plan: Plan, vocab_size: int, known: Mapping[Prompt, list[int]]) -> None:
-        """``known``: prompt → its ids as plain decoding goes on."""
-        self.real, self.rate, self.vocab_size, self.known = real, plan.assume_acceptance, vocab_size, known
-        self._ids: dict[int, list[int]] = {}  # by sequence
-        self._random = np.random.default_rng(plan.seed)
-
-    def propose(self, rows: Sequence[DraftRow], *, sampled: bool) -> Proposal:
-        """See ``Draft``."""
-        self.real.propose(rows, sampled=False)
-        return Proposal([self._tokens(row) for row in rows])
-
-    def _tokens(self, row: DraftRow) -> list[int]:
-        length = len(row.seq.ids)
-        right = self._ids[row.seq.id][length : length + row.gamma]
-        held = self._random.random(len(right)) < self.rate
-        return [t if h else (t + 1) % self.vocab_size for t, h in zip(right, held, strict=True)]
-
-    def follow(self, seqs: Sequence[EngineSequence]) -> None:
-        """See ``Draft``."""
-        for seq in seqs:
-            self._ids[seq.id] = self.known[tuple(seq.ids[: seq.num_prompt])]
-        self.real.follow(seqs)
-
-    def settle(self, seqs: Sequence[EngineSequence]) -> None:
-        """See ``Draft``."""
-        self.real.settle(seqs)
-
-    def fork(self, source: EngineSequence, child: EngineSequence) -> None:
-        """See ``Draft``."""
-        self.real.fork(source, child)
-
-
-def _continuations(llm: LLM, sources: Rows, report: OnProgress) -> dict[Prompt, list[int]]:
-    """Prompt → its ids after plain decoding to the end of its forks' lives; untimed."""
-    rows = fork(llm, sources, PLAIN)
-    total_tokens = sum(seq.max_total - seq.num_prompt for seq in rows)
-    try:
-        for seq in rows:
-            llm.engine.hold(seq.id, False)
-        while llm.engine.has_work:
-            llm.engine.step()
-            report("continue", sum(len(seq.output_ids) for seq in rows), total_tokens, "tokens")
-    finally:
-        end(llm, rows)
-    return {tuple(seq.ids[: seq.num_prompt]): seq.ids for seq in rows}
-
-
-@contextmanager
-def _assumed(runner: Runner, plan: Plan, vocab_size: int, known: Mapping[Prompt, list[int]]) -> Iterator[None]:
-    """While it lasts, every draft of ``runner`` proposes what ``AssumedAcceptance`` says."""
-    real, made = runner.draft, {}
-
-    def draft(config: DraftConfig) -> Draft:
-        inner = real(config)
-        if inner not in made:
-            made[inner] = AssumedAcceptance(inner, plan, vocab_size, known)
-        return made[inner]
-
-    runner.draft = draft
-    try:
-        yield
-    finally:
-        del runner.draft  # the class's method is visible again

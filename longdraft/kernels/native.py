@@ -49,6 +49,12 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork: a child ma
     os.register_at_fork(after_in_child=runtime.cache_clear)
 
 
+def use_huge_pages(x: torch.Tensor) -> None:
+    """Ask for large memory pages under a tensor that is not in use yet; without the extension nothing happens."""
+    if _native is not None and x.device.type == "cpu":
+        _native.huge_pages(x.data_ptr(), x.nbytes)
+
+
 def describe() -> str:
     """What is there, in words."""
     if _native is None:
@@ -108,6 +114,7 @@ class NativeLinear:
         kind, step = TYPES[self.dtype]
         blocks = -(-self.n // 16)
         self.packed = torch.empty((blocks, -(-self.k // step), 16, step), dtype=self.dtype)
+        use_huge_pages(self.packed)
         self.bias = None if bias is None else bias.float().contiguous()
         int8 = self.dtype == torch.int8
         self.scales = torch.empty(16 * blocks) if int8 else None

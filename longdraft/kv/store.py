@@ -16,6 +16,7 @@ import torch
 
 from longdraft.errors import KVCapacityError
 from longdraft.kernels.layout import Layout
+from longdraft.kernels.native import use_huge_pages
 from longdraft.view import LayerKV, TableView
 
 
@@ -38,6 +39,8 @@ class PagedStore:
             raise KVCapacityError(
                 f"The KV cache of {need / 2**30:.1f} GiB could not be allocated. Pass a smaller kv_cache_memory_bytes."
             ) from error
+        for storage in (self.k, self.v):
+            use_huge_pages(storage)
         self.layers = [LayerKV(k, v) for k, v in zip(self.k, self.v, strict=True)]
         self._tables: dict[int, list[int]] = {}
         self._references = [0] * num_pages

@@ -1,0 +1,76 @@
+"""Turns of an arm: forks of filled rows, decoded for a while with everybody else on hold, and what that took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+from longdraft.bench import Arm, Turn
+from longdraft.core import Sequence as EngineSequence
+from longdraft.core import Status, sum_by_position
+from longdraft.errors import LongDraftError
+from longdraft.llm import LLM
+
+OnProgress = Callable[[str, int, int, str], None]  # of what, done, in all, unit
+Rows = list[EngineSequence]
+
+
+def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
+    """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources."""
+    engine = llm.engine
+    rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
+    for seq in rows:
+        engine.hold(seq.id)
+    if arm.draft:
+        engine.runner.draft(arm.draft).follow(rows)
+    return rows
+
+
+def end(llm: LLM, rows: Rows) -> None:
+    """Abort what is not finished."""
+    for seq in rows:
+        if seq.status is not Status.FINISHED:
+            llm.engine.abort(seq.id)
+
+
+def require_running(seq: EngineSequence) -> None:
+    """A request that ended has failed: ends of text are ignored, and there was room."""
+    if seq.status is Status.FINISHED:
+        raise LongDraftError(f"A request ended while it was measured: {seq.error or seq.finish_reason}.")
+
+
+def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
+    """Let ``rows`` alone decode until each has at least ``tokens`` more."""
+    engine, stats = llm.engine, llm.engine.stats
+    before, decode_s, draft_s, steps = _counts(rows), stats.decode_s, stats.draft_s, stats.decode_steps
+    lengths = [len(seq.ids) for seq in rows]
+    for seq in rows:
+        engine.hold(seq.id, False)
+    while any(len(seq.ids) < length + tokens for seq, length in zip(rows, lengths, strict=True)):
+        engine.step()
+        for seq in rows:
+            require_running(seq)
+    for seq in rows:
+        engine.hold(seq.id)
+    (got,), (passes,), drafted, accepted = (_minus(a, b) for a, b in zip(_counts(rows), before, strict=True))
+    return Turn(
+        tokens=got,
+        seconds=stats.decode_s - decode_s,
+        draft_s=stats.draft_s - draft_s,
+        steps=stats.decode_steps - steps,
+        passes=passes,
+        drafted=drafted,
+        accepted=accepted,
+        context=sum(lengths) / len(rows) + got / len(rows) / 2,
+    )
+
+
+def _counts(rows: Rows) -> tuple[list[int], ...]:
+    stats = [seq.stats for seq in rows]
+    tokens, passes = sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)
+    by_position = (sum_by_position(getattr(s, name) for s in stats) for name in ("drafted", "accepted"))
+    return [tokens], [passes], *by_position
+
+
+def _minus(after: Sequence[int], before: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip_longest(after, before, fillvalue=0)]
