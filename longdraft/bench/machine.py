@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -15,9 +14,9 @@ import psutil
 import torch
 
 from longdraft import __version__
+from longdraft.engine.sizing import num_parameters
 from longdraft.kernels import native
 from longdraft.models.transformer import Transformer
-from longdraft.models.weights import expected_shapes
 
 ROOF_BYTES = 2**30  # beyond any cache
 FOREIGN_SHARE, STEAL_SHARE = 0.02, 0.01  # of all cores' time; more disturbs a round
@@ -120,7 +119,7 @@ def _versions() -> dict[str, str]:
 def plain_step_cost(model: Transformer, kv_bytes_per_token: int, batch: int, context: float) -> tuple[float, float]:
     """Bytes that a plain step must read (weights once, each row's K and V) and its floating-point operations."""
     config, weight_bytes = model.config, model.weight_bytes
-    parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    parameters = num_parameters(config)
     if model.embedding is not None:  # a few rows of it are looked up; as a tied head it is read as a whole
         parameters -= model.embedding.numel()
         weight_bytes -= model.embedding.nbytes
