@@ -88,8 +88,8 @@ class Comparison:
     @property
     def held(self) -> bool:
         """Whether every request succeeded, and every difference is one that the tier allows."""
-        allowed = self.exactness == "distribution" or all(d["near_tie"] for d in self.divergences)
-        return allowed and not self.errors
+        near = self.exactness == "near-tie" and all(d["near_tie"] for d in self.divergences)
+        return (self.identical or near or self.exactness == "distribution") and not self.errors
 
     @property
     def first_difference(self) -> dict[str, object] | None:

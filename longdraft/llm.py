@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -23,9 +22,9 @@ from longdraft.exactness import tier
 from longdraft.kernels.dispatch import explain
 from longdraft.llm_draft import Draft, load_draft, resolve_draft
 from longdraft.models.transformer import Transformer
-from longdraft.outputs import RequestOutput, StreamOutput
+from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
-from longdraft.request import Request, Sink
+from longdraft.request import Request, Sink, Stream
 from longdraft.sampling_params import SamplingParams, from_generation_config
 
 Message = Mapping[str, Any]
@@ -279,33 +278,3 @@ class LLM:
                 config.max_tokens_per_request,
                 config.max_model_len,
             )
-
-
-class Stream(Iterator[StreamOutput]):
-    """The outputs of one request as they come. Each ``next`` runs the engine until there is one."""
-
-    def __init__(self, llm: LLM, prompt: EncodedPrompt, params: SamplingParams | None) -> None:
-        self._llm = llm
-        self._outputs: deque[StreamOutput] = deque()
-        self._request = llm.submit(prompt, params, self._outputs.append)
-
-    def __next__(self) -> StreamOutput:
-        while not self._outputs:
-            if self._request.done:
-                raise StopIteration
-            self._llm.step()
-        return self._outputs.popleft()
-
-    def close(self) -> None:
-        """End the request now; its last output, with ``finish_reason`` ``abort``, can still be read."""
-        self._llm.abort(self._request)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_request"):  # it was accepted
-            self.close()

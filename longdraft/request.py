@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.core import Sequence as EngineSequence
@@ -12,6 +14,9 @@ from longdraft.engine.detokenize import Detokenizer
 from longdraft.outputs import CompletionOutput, Logprob, RequestOutput, RequestStats, StreamOutput
 from longdraft.prompts import EncodedPrompt
 from longdraft.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from longdraft.llm import LLM
 
 Sink = Callable[[StreamOutput], None]
 
@@ -105,6 +110,36 @@ class Request:
             return entry
         decode = self.tokenizer.decode
         return {i: replace(x, decoded_token=decode([i], skip_special_tokens=False)) for i, x in entry.items()}
+
+
+class Stream(Iterator[StreamOutput]):
+    """The outputs of one request as they come. Each ``next`` runs the engine until there is one."""
+
+    def __init__(self, llm: LLM, prompt: EncodedPrompt, params: SamplingParams | None) -> None:
+        self._llm = llm
+        self._outputs: deque[StreamOutput] = deque()
+        self._request = llm.submit(prompt, params, self._outputs.append)
+
+    def __next__(self) -> StreamOutput:
+        while not self._outputs:
+            if self._request.done:
+                raise StopIteration
+            self._llm.step()
+        return self._outputs.popleft()
+
+    def close(self) -> None:
+        """End the request now; its last output, with ``finish_reason`` ``abort``, can still be read."""
+        self._llm.abort(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_request"):  # it was accepted
+            self.close()
 
 
 def output_text(tokenizer: Tokenizer | None, seq: EngineSequence) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -92,7 +93,7 @@ def describe_machine(roof: MemoryRoof | None) -> dict[str, object]:
         "threads": native.runtime().threads if built else torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "read_gb_s": bandwidth and round(bandwidth / 1e9, 2),
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
     }
 
 
@@ -106,14 +107,15 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _versions() -> dict[str, str]:
-    versions = {"longdraft": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of this package, of Python, and of those of ``packages`` that are installed."""
+    found = {"longdraft": __version__, "python": platform.python_version()}
+    for package in packages:
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def plain_step_cost(model: Transformer, kv_bytes_per_token: int, batch: int, context: float) -> tuple[float, float]:

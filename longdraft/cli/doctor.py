@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 
 import typer
 
@@ -37,15 +36,9 @@ def doctor(json: options.Json = False) -> None:
 
 
 def _versions() -> dict[str, str]:
-    from longdraft import __version__
+    from longdraft.bench.machine import versions
 
-    versions = {"longdraft": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    return {**dict.fromkeys(("longdraft", "python", *PACKAGES), "not installed"), **versions(PACKAGES)}
 
 
 def _machine() -> dict[str, object]:

@@ -111,7 +111,7 @@ def _company(llm: LLM, prompts: list[list[int]], params: object) -> Iterator[Che
         "largest_margin": max((d["margin"] or 0.0 for d in differences), default=0.0),
         "rounding": epsilon / 4,
     }
-    passed = complete and all(d["near_tie"] for d in differences)
+    passed = complete and (llm.exactness == "near-tie" and all(d["near_tie"] for d in differences) or not differences)
     yield {"name": "a request's company changes nothing", "passed": passed, "figure": figure}
 
 

@@ -102,6 +102,8 @@ class SmallModel(ModelDraft):
     def follow(self, seqs: Seq[Sequence]) -> None:
         """See ``Draft``: fills the cache beside the target's, as far as the small model's range goes."""
         for seq in seqs:
+            if isinstance(self.selector, Full) and len(seq.ids) > self.draft.max_length:
+                continue  # it will never be drafted
             state = self._state(seq)
             self._settle(seq, state)
             stop = min(seq.num_committed, self.draft.max_length)

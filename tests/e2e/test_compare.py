@@ -1,6 +1,7 @@
 """Plain against speculative decoding through the API and the command line, and the certificates of near-ties."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -226,3 +227,13 @@ def test_verify_prints_the_tier_and_its_checks():
 def test_comparing_without_a_draft_is_refused():
     done = longdraft("generate", "x", "--compare")
     assert (done.returncode, "--draft" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("exactness", ["bit-identical", "identical", "near-tie", "distribution"])
+def test_a_near_tie_is_a_difference_where_equality_is_promised(llm, exactness):
+    """Two tokens that tie exactly have a margin of 0; under the stricter tiers the lower id still had to come."""
+    result = compare(llm, PROMPTS, PARAMS[0], DraftConfig(kv="full", gamma=3))
+    tie = {"prompt": 0, "position": 1, "margin": 0.0, "near_tie": True}
+    result = replace(result, exactness=exactness, divergences=[tie])
+    assert result.held == (exactness in ("near-tie", "distribution"))
+    assert not replace(result, errors=["failed"]).held
