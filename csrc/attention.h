@@ -3,94 +3,16 @@
 // A piece is up to 64 queries (times heads of a KV group) of a row over at most 64 pages; K and V of a page are read
 // once for all of them. Pieces begin at fixed pages and are merged in order, so a query's result depends on its own
 // pages alone, not on the queries beside it.
+//
+// The mass of a page is the share of attention that a query gives it, summed over the heads of a KV group. A piece notes
+// the sums of its weights, page by page, and the maximum they are relative to, tile by tile; merging makes shares of them.
 #pragma once
-#include "linear.h"
+#include "tile.h"
 
 namespace longdraft {
 namespace LONGDRAFT_ISA {
 
-constexpr int TILE = 4, KEYS = TILE * PAGE, MAX_DIM = 256;
-#if defined(__AVX512F__)
-constexpr int SCORE_ROWS = 6, SCORE_PAGES = 4, VALUE_ROWS = 6, VALUE_BLOCKS = 4;
-#elif defined(__AVX2__)
-constexpr int SCORE_ROWS = 2, SCORE_PAGES = 2, VALUE_ROWS = 2, VALUE_BLOCKS = 2;
-#else
-constexpr int SCORE_ROWS = 1, SCORE_PAGES = 2, VALUE_ROWS = 1, VALUE_BLOCKS = 2;
-#endif
-
-// What differs between the two storage types. An Item holds one float, or a pair of bfloat16.
-struct Float {
-  using Item = float;
-  static constexpr int PER_ITEM = 1;
-  static V multiply(V acc, const float* a, const float* b) { return fma(splat(*a), load(b), acc); }
-};
-struct Bf16 {
-  using Item = uint32_t;
-  static constexpr int PER_ITEM = 2;
-  static V multiply(V acc, const uint32_t* a, const uint32_t* b) { return dot(acc, splat_pair(*a), load_pairs(b)); }
-};
-
-template <int R>
-struct Rows {};
-
-// Calls f(Rows<r>) for blocks of at most N rows; how rows are split does not show in their results.
-template <int N, class F>
-inline void in_blocks(int count, const F& f) {
-  const int parts = ceil_div(count, N), size = ceil_div(count, parts);
-  for (int row = 0; row < count; row += size) {
-    const int rows = min(size, count - row);
-#define LONGDRAFT_CASE(R) \
-  if constexpr (R <= N)   \
-    if (rows == R) f(Rows<R>(), row);
-    LONGDRAFT_CASE(1) LONGDRAFT_CASE(2) LONGDRAFT_CASE(3) LONGDRAFT_CASE(4) LONGDRAFT_CASE(5) LONGDRAFT_CASE(6)
-#undef LONGDRAFT_CASE
-  }
-}
-
-// Keys of a tile of four pages; where each page's block begins, and what will be read after it.
-template <class T>
-struct Tile {
-  const typename T::Item* block[TILE];
-  const char* ahead[TILE];  // or null
-};
-
-// scores[r][64] = q[r] · K, in steps over the head's dimensions
-template <class T, int R, int C>
-inline void scores_of(const typename T::Item* q, int items, const Tile<T>& k, int page, float* scores, bool fetch) {
-  V acc[R][C];
-  for (auto& line : acc)
-    for (auto& v : line) v = zero();
-  for (int d = 0; d < items; d++) {
-    for (int c = 0; c < C; c++) {
-      if (fetch) prefetch(k.ahead[page + c] + d * 64);
-      for (int r = 0; r < R; r++) acc[r][c] = T::multiply(acc[r][c], q + r * items + d, k.block[page + c] + d * 16);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(scores + r * KEYS + (page + c) * PAGE, acc[r][c]);
-}
-
-// o[r][block of the dimensions] += p[r] · V, in the order of the tokens
-template <class T, int R, int B>
-inline void values_of(const typename T::Item* p, const Tile<T>& v, int dim, int at, float* o, bool fetch) {
-  constexpr int STEPS = PAGE / T::PER_ITEM;
-  const int line = dim;  // items per step: dim floats, or dim pairs
-  V acc[R][B];
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) acc[r][b] = load(o + r * dim + at + b * 16);
-  for (int page = 0; page < TILE; page++) {
-    const typename T::Item* block = v.block[page] + at;
-    for (int s = 0; s < STEPS; s++) {
-      for (int b = 0; b < B; b++) {
-        if (fetch) prefetch(v.ahead[page] + (int64_t(s) * line + at + b * 16) * 4);
-        for (int r = 0; r < R; r++)
-          acc[r][b] = T::multiply(acc[r][b], p + r * (KEYS / T::PER_ITEM) + page * STEPS + s, block + s * line + b * 16);
-      }
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) store(o + r * dim + at + b * 16, acc[r][b]);
-}
+constexpr int FETCH = 8;  // lines fetched while a query's scores become weights
 
 // The state of a piece: queries, running maxima and sums (per lane), unnormalised outputs.
 template <class T>
@@ -103,28 +25,33 @@ struct State {
   int position[QUERIES];
 };
 
+// What a row of a piece notes for the masses of its pages: sums of weights, and each tile's maximum.
+constexpr int NOTES = CHUNK_PAGES + CHUNK_PAGES / TILE;
+
 template <class T>
 class Worker {
  public:
-  Worker(const Shape& shape, const View& view, const Piece& piece, const Cache& cache)
-      : shape_(shape), view_(view), piece_(piece), group_(shape.heads / shape.kv_heads),
+  using Item = typename T::Item;
+
+  // `next`: the piece that this thread will work on afterwards, or null; `notes` of this piece, or null
+  Worker(const Shape& shape, const View& view, const Piece& piece, const Piece* next, const Cache& cache, float* notes)
+      : shape_(shape), view_(view), piece_(piece), next_(next), notes_(notes), group_(shape.heads / shape.kv_heads),
         scale_(splat(1.4426950408889634f / std::sqrt(float(shape.dim)))) {  // weights are powers of two, not of e
-    const int64_t list = int64_t(piece.row) * view.lists + (view.lists == 1 ? 0 : piece.head);
+    const int64_t list = list_of(piece);
     rows_ = piece.heads * piece.count;
-    pages_ = view.pages + list * view.width;
     first_ = view.first + list * view.width;
     positions_ = view.positions ? view.positions + list * view.width * PAGE : nullptr;
     items_ = shape.dim / T::PER_ITEM;
     page_items_ = int64_t(items_) * PAGE;
-    k_ = static_cast<const typename T::Item*>(cache.k);
-    v_ = static_cast<const typename T::Item*>(cache.v);
+    k_ = static_cast<const Item*>(cache.k);
+    v_ = static_cast<const Item*>(cache.v);
   }
 
   void run(const float* q, int stride, float* partial) {
     prepare(q, stride);
     const int end = piece_.page + piece_.pages;
     for (int page = piece_.page; page < end; page += TILE)
-      for (int head = 0; head < piece_.heads; head++) tile(head, page, min(TILE, end - page));
+      if (positions_ || first_[page] <= highest_) tile(page, min(TILE, end - page));
     for (int r = 0; r < rows_; r++) {
       float* out = partial + int64_t(r) * (shape_.dim + 2);
       out[0] = s_.largest[r];
@@ -152,12 +79,18 @@ class Worker {
       lowest_ = min(lowest_, position), highest_ = max(highest_, position);
       s_.largest[r] = -INFINITY;
     }
+    for (int64_t i = 0; notes_ && i < int64_t(rows_) * NOTES; i++) notes_[i] = i % NOTES < CHUNK_PAGES ? 0 : -INFINITY;
     std::memset(s_.sums, 0, sizeof(float) * rows_ * 16);
     std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
   }
 
-  const typename T::Item* at(const typename T::Item* storage, int page, int head) const {
-    return storage + (int64_t(pages_[page]) * shape_.kv_heads + piece_.head + head) * page_items_;
+  int64_t list_of(const Piece& piece) const {
+    return int64_t(piece.row) * view_.lists + (view_.lists == 1 ? 0 : piece.head);
+  }
+
+  const Item* at(const Item* storage, const Piece& piece, int page, int head) const {
+    const int64_t number = view_.pages[list_of(piece) * view_.width + page];
+    return storage + (number * shape_.kv_heads + piece.head + head) * page_items_;
   }
 
   int slot(int page, int i) const { return positions_ ? positions_[page * PAGE + i] : first_[page] + i; }
@@ -172,56 +105,78 @@ class Worker {
     return !positions_ && last <= lowest_ && (first >= view_.window[piece_.row] || last < view_.sinks[piece_.row]);
   }
 
-  void tile(int head, int page, int count) {
-    if (!positions_ && first_[page] > highest_) return;
-    Tile<T> k, v;
+  // All heads' keys, then all heads' values: a thread reads on at few places.
+  void tile(int page, int count) {
     bool whole = count == TILE;
-    for (int i = 0; i < TILE; i++) {
-      const int here = page + min(i, count - 1);
-      k.block[i] = at(k_, here, head);
-      v.block[i] = at(v_, here, head);
-      whole = whole && plain(here);
+    for (int i = 0; i < count; i++) whole = whole && plain(page + i);
+    Next next = after(page);
+    for (int head = 0; head < piece_.heads; head++) {
+      const Tile<T> k = blocks(k_, page, count, head, next);
+      const int base = head * piece_.count;
+      in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, k); });
+      if (!whole) mask(base, page, count);
     }
-    const bool more = look_ahead(head, page, count, k, v);
-    if (!whole) hide_junk(page, count, v);
-    const int base = head * piece_.count;
-    in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, k, more && row == 0); });
-    if (!whole) mask(base, page, count);
-    for (int r = 0; r < piece_.count; r++) softmax(base + r);
-    in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, v, more && row == 0); });
+    next = after(page);
+    const char* fetched = nullptr;
+    for (int r = 0, line = 0; r < rows_; r++) {
+      if (line == 0) fetched = ahead(v_, next, s_.clean[0]);
+      softmax(r, fetched + line * 64);
+      if (notes_) note(r, page - piece_.page);
+      line = line + FETCH < items_ ? line + FETCH : 0;
+    }
+    next = after(page);
+    for (int head = 0; head < piece_.heads; head++) {
+      Tile<T> v = blocks(v_, page, count, head, next);
+      if (!whole) hide_junk(page, count, v);
+      const int base = head * piece_.count;
+      in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, v); });
+    }
   }
 
-  // Notes what will be read next, to be fetched meanwhile: the next head's blocks, or the next tile's.
-  bool look_ahead(int head, int page, int count, Tile<T>& k, Tile<T>& v) const {
-    const int end = piece_.page + piece_.pages;
-    const bool same = head + 1 < piece_.heads;
-    const int next = same ? page : page + TILE, left = same ? count : end - next;
-    if (left <= 0) return false;
+  // The tile that will be read after this one, of this piece or the first of the next, and how far it has been fetched.
+  struct Next {
+    const Piece* piece;  // or null
+    int page, end, head;
+  };
+  Next after(int page) const {
+    const int left = piece_.page + piece_.pages - page - TILE;
+    if (left > 0) return {&piece_, page + TILE, page + TILE + min(TILE, left), 0};
+    return next_ ? Next{next_, next_->page, next_->page + min(TILE, next_->pages), 0} : Next{nullptr, 0, 0, 0};
+  }
+
+  // Its next block in the order of addresses; `none` where there is no more.
+  const char* ahead(const Item* storage, Next& next, const Item* none) const {
+    if (next.page == next.end) return reinterpret_cast<const char*>(none);
+    const Item* block = at(storage, *next.piece, next.page, next.head);
+    if (++next.head == next.piece->heads) next.head = 0, next.page++;
+    return reinterpret_cast<const char*>(block);
+  }
+
+  Tile<T> blocks(const Item* storage, int page, int count, int head, Next& next) const {
+    Tile<T> t;
     for (int i = 0; i < TILE; i++) {
-      const int after = next + min(i, min(TILE, left) - 1);
-      k.ahead[i] = reinterpret_cast<const char*>(at(k_, after, same ? head + 1 : 0));
-      v.ahead[i] = reinterpret_cast<const char*>(at(v_, after, same ? head + 1 : 0));
+      t.block[i] = at(storage, piece_, page + min(i, count - 1), head);
+      t.ahead[i] = ahead(storage, next, t.block[i]);
     }
-    return true;
+    return t;
   }
 
   template <int R>
-  void scores(Rows<R>, int row, const Tile<T>& k, bool fetch) {
-    for (int page = 0; page < TILE; page += SCORE_PAGES)
-      scores_of<T, R, SCORE_PAGES>(s_.queries + row * items_, items_, k, page, s_.scores + row * KEYS, fetch);
+  void scores(Rows<R>, int row, const Tile<T>& k) {
+    scores_of<T, R>(s_.queries + row * items_, items_, k, s_.scores + row * KEYS);
   }
 
   template <int R>
-  void values(Rows<R>, int row, const Tile<T>& v, bool fetch) {
-    const typename T::Item* p;
+  void values(Rows<R>, int row, const Tile<T>& v) {
+    const Item* p;
     if constexpr (T::PER_ITEM == 1)
       p = s_.scores + row * KEYS;
     else
       p = reinterpret_cast<const uint32_t*>(s_.weights) + row * (KEYS / 2);
     int d = 0;
     for (; d + VALUE_BLOCKS * 16 <= shape_.dim; d += VALUE_BLOCKS * 16)
-      values_of<T, R, VALUE_BLOCKS>(p, v, shape_.dim, d, s_.out + row * shape_.dim, fetch);
-    for (; d < shape_.dim; d += 16) values_of<T, R, 1>(p, v, shape_.dim, d, s_.out + row * shape_.dim, fetch);
+      values_of<T, R, VALUE_BLOCKS>(p, v, shape_.dim, d, s_.out + row * shape_.dim);
+    for (; d < shape_.dim; d += 16) values_of<T, R, 1>(p, v, shape_.dim, d, s_.out + row * shape_.dim);
   }
 
   // Values behind the row's length may be anything, and 0 · NaN is NaN: such pages are read through a clean copy.
@@ -230,7 +185,7 @@ class Worker {
       bool junk = i >= count;
       for (int t = 0; t < PAGE && !junk; t++) junk = slot(page + i, t) >= view_.lens[piece_.row];
       if (!junk) continue;
-      std::memcpy(s_.clean[i], v.block[i], page_items_ * sizeof(typename T::Item));
+      std::memcpy(s_.clean[i], v.block[i], page_items_ * sizeof(Item));
       for (int t = 0; t < PAGE; t++) {
         if (i < count && slot(page + i, t) < view_.lens[piece_.row]) continue;
         for (int d = 0; d < shape_.dim; d++) {
@@ -255,7 +210,7 @@ class Worker {
   }
 
   // Scores of a query become weights; its sums and outputs are rescaled where a larger score has come.
-  void softmax(int r) {
+  void softmax(int r, const char* ahead) {
     float* scores = s_.scores + r * KEYS;
     V a[TILE], top = load(scores) * scale_;
     for (int i = 0; i < TILE; i++) a[i] = load(scores + i * PAGE) * scale_, top = max(a[i], top);
@@ -270,14 +225,20 @@ class Worker {
     const bool none = s_.largest[r] == -INFINITY;  // nothing seen so far
     V total = zero();
     for (int i = 0; i < TILE; i++) {
+      for (int line = 0; line < FETCH / TILE; line++, ahead += 64) prefetch(ahead);
       a[i] = none ? keep_nan(a[i]) : exp2(a[i] - splat(s_.largest[r]));
       total = total + a[i];
-      if constexpr (T::PER_ITEM == 1)
-        store(scores + i * PAGE, a[i]);
-      else
-        store_bf16(s_.weights + r * KEYS + i * PAGE, a[i]);
+      if (T::PER_ITEM == 1 || notes_) store(scores + i * PAGE, a[i]);
+      if constexpr (T::PER_ITEM == 2) store_bf16(s_.weights + r * KEYS + i * PAGE, a[i]);
     }
     store(s_.sums + r * 16, load(s_.sums + r * 16) + total);
+  }
+
+  void note(int r, int page) {
+    float* notes = notes_ + int64_t(r) * NOTES;
+    const float* weights = s_.scores + r * KEYS;
+    sums(load(weights), load(weights + PAGE), load(weights + 2 * PAGE), load(weights + 3 * PAGE), notes + page);
+    notes[CHUNK_PAGES + page / TILE] = s_.largest[r];
   }
 
   static float longest(V top, float before) {
@@ -289,17 +250,27 @@ class Worker {
   const Shape& shape_;
   const View& view_;
   const Piece& piece_;
+  const Piece* next_;
+  float* notes_;
   const int group_;
   const V scale_;
-  const int32_t *pages_, *first_, *positions_;
-  const typename T::Item *k_, *v_;
+  const int32_t *first_, *positions_;
+  const Item *k_, *v_;
   int rows_, items_, lowest_, highest_;
   int64_t page_items_;
   State<T> s_;
 };
 
+// Adds a query's shares of the pages of a piece to `mass`; `top` and `total` are those of all its pieces.
+inline void add_mass(const float* notes, int pages, float top, float total, float* mass) {
+  float factors[CHUNK_PAGES / TILE];
+  for (int i = 0; i < CHUNK_PAGES / TILE; i += 16)
+    store(factors + i, exp2(load(notes + CHUNK_PAGES + i) - splat(top)) / splat(total));
+  for (int i = 0; i < pages; i++) mass[i] += notes[i] * factors[i / TILE];
+}
+
 inline void merge(const Shape& shape, const View& view, const Piece* pieces, const Merge& merge, const float* partial,
-                  float* out) {
+                  float* out, const Mass& mass) {
   const Piece& first = pieces[merge.first];
   const int group = shape.heads / shape.kv_heads, dim = shape.dim;
   for (int r = 0; r < first.heads * first.count; r++) {
@@ -308,8 +279,9 @@ inline void merge(const Shape& shape, const View& view, const Piece* pieces, con
       const float m = partial[pieces[merge.first + i].partial + int64_t(r) * (dim + 2)];
       top = m > top ? m : top;
     }
-    const int query = first.query + r % first.count, head = (first.head + r / first.count) * group + query % group;
-    float* to = out + (int64_t(view.starts[first.row] + query / group) * shape.heads + head) * dim;
+    const int query = first.query + r % first.count, kv_head = first.head + r / first.count;
+    const int64_t token = view.starts[first.row] + query / group;
+    float* to = out + (token * shape.heads + kv_head * group + query % group) * dim;
     float total = 0;
     for (int d = 0; d < dim; d += 16) store(to + d, zero());
     for (int i = 0; i < merge.count; i++) {
@@ -320,20 +292,44 @@ inline void merge(const Shape& shape, const View& view, const Piece* pieces, con
       for (int d = 0; d < dim; d += 16) store(to + d, fma(splat(factor), load(p + 2 + d), load(to + d)));
     }
     for (int d = 0; d < dim; d += 16) store(to + d, load(to + d) / splat(total));
+    if (!mass.out || mass.at[token] < 0) continue;
+    float* masses = mass.out + (mass.at[token] * shape.kv_heads + kv_head) * view.width;
+    for (int i = 0; i < merge.count; i++) {
+      const Piece& piece = pieces[merge.first + i];
+      add_mass(mass.notes + (piece.partial / (dim + 2) + r) * NOTES, piece.pages, top, total, masses + piece.page);
+    }
   }
+}
+
+// Whether masses are wanted of one of a piece's queries.
+inline bool noted(const Shape& shape, const View& view, const Piece& piece, const Mass& mass) {
+  const int group = shape.heads / shape.kv_heads;
+  for (int i = piece.query / group; mass.out && i <= (piece.query + piece.count - 1) / group; i++)
+    if (mass.at[view.starts[piece.row] + i] >= 0) return true;
+  return false;
 }
 
 inline void attention(const Parallel& p, const Shape& shape, const View& view, const Piece* pieces, int num_pieces,
                       const Merge* merges, int num_merges, const float* q, int stride, const Cache& cache,
-                      float* partial, float* out) {
-  parallel(p, num_pieces, [&](int i) {
-    const Piece& piece = pieces[i];
-    if (shape.kv_bf16)
-      Worker<Bf16>(shape, view, piece, cache).run(q, stride, partial + piece.partial);
-    else
-      Worker<Float>(shape, view, piece, cache).run(q, stride, partial + piece.partial);
+                      float* partial, float* out, const Mass& mass) {
+  int taken = 0;
+  const auto take = [&] {
+    const int i = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
+    return i < num_pieces ? pieces + i : nullptr;
+  };
+  parallel(p, min(p.threads, num_pieces), [&](int) {
+    const Piece* next;
+    for (const Piece* piece = take(); piece; piece = next) {
+      next = take();  // known before its turn, so that its first tile is fetched in time
+      const int64_t row = piece->partial / (shape.dim + 2);
+      float* notes = noted(shape, view, *piece, mass) ? mass.notes + row * NOTES : nullptr;
+      if (shape.kv_bf16)
+        Worker<Bf16>(shape, view, *piece, next, cache, notes).run(q, stride, partial + piece->partial);
+      else
+        Worker<Float>(shape, view, *piece, next, cache, notes).run(q, stride, partial + piece->partial);
+    }
   });
-  parallel(p, num_merges, [&](int i) { merge(shape, view, pieces, merges[i], partial, out); });
+  parallel(p, num_merges, [&](int i) { merge(shape, view, pieces, merges[i], partial, out, mass); });
 }
 
 // K and V of new tokens, `stride` floats apart, into their slots.

@@ -112,7 +112,7 @@ inline void run_layer(const Parallel& p, const Network& net, const Layer& layer,
     write(s, row + keys, row + values, step.slots + i, 1, 0, cache);
   });
   attention(p, s, *step.view, step.pieces, step.num_pieces, step.merges, step.num_merges, t.qkv, width, cache,
-            t.partial, t.attention);
+            t.partial, t.attention, {});
   linear(p, t.attention, n, layer.output, t.x, t.x, t.rounded);
   each_token(p, n, net.hidden, [&](int i) {
     normalise(t.x + int64_t(i) * net.hidden, layer.mlp_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);

@@ -60,6 +60,13 @@ struct Merge {
   int first, count;
 };
 
+// The mass of pages, of the tokens that it is wanted of; none if `out` is null.
+struct Mass {
+  const int64_t* at;  // [tokens] where a token's masses go, or a negative number
+  float* out;         // [wanted tokens][kv_heads][width], zeros at first
+  float* notes;       // room for NOTES floats for each row of all pieces
+};
+
 struct Layer {
   Packed qkv, output, gate_up, down;
   const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null

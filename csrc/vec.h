@@ -201,6 +201,19 @@ inline float sum(V a) {
     for (int i = 0; i < n; i++) f[i] += f[i + n];
   return f[0];
 }
+// The sums of four vectors, side by side.
+inline void sums(V a, V b, V c, V d, float* out) {
+#if defined(__AVX512F__)
+  const auto half = [](V x) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x.x), _mm512_extractf32x8_ps(x.x, 1));
+  };
+  const __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
+  const __m256 all = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
+}
 inline float largest(V a) {
   float f[16];
   store(f, a);

@@ -1,0 +1,98 @@
+// The products of attention: a few queries times the keys, or the values, of a tile of four pages.
+#pragma once
+#include "linear.h"
+
+namespace longdraft {
+namespace LONGDRAFT_ISA {
+
+constexpr int TILE = 4, KEYS = TILE * PAGE, MAX_DIM = 256;
+#if defined(__AVX512F__)
+constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6, VALUE_BLOCKS = 4;
+#elif defined(__AVX2__)
+constexpr int SCORE_ROWS = 1, VALUE_ROWS = 2, VALUE_BLOCKS = 2;
+#else
+constexpr int SCORE_ROWS = 1, VALUE_ROWS = 1, VALUE_BLOCKS = 2;
+#endif
+
+// What differs between the two storage types. An Item holds one float, or a pair of bfloat16.
+struct Float {
+  using Item = float;
+  static constexpr int PER_ITEM = 1;
+  static V multiply(V acc, const float* a, const float* b) { return fma(splat(*a), load(b), acc); }
+};
+struct Bf16 {
+  using Item = uint32_t;
+  static constexpr int PER_ITEM = 2;
+  static V multiply(V acc, const uint32_t* a, const uint32_t* b) { return dot(acc, splat_pair(*a), load_pairs(b)); }
+};
+
+template <int R>
+struct Rows {};
+
+// Calls f(Rows<r>) for blocks of at most N rows; how rows are split does not show in their results.
+template <int N, class F>
+inline void in_blocks(int count, const F& f) {
+  const int parts = ceil_div(count, N), size = ceil_div(count, parts);
+  for (int row = 0; row < count; row += size) {
+    const int rows = min(size, count - row);
+#define LONGDRAFT_CASE(R) \
+  if constexpr (R <= N)   \
+    if (rows == R) f(Rows<R>(), row);
+    LONGDRAFT_CASE(1) LONGDRAFT_CASE(2) LONGDRAFT_CASE(3) LONGDRAFT_CASE(4) LONGDRAFT_CASE(5) LONGDRAFT_CASE(6)
+#undef LONGDRAFT_CASE
+  }
+}
+
+// One head's blocks of a tile of four pages, and as many that will be read later. Those are fetched line by line between
+// the products and in the order of their addresses: bursts, and jumps from page to page, cost a third of the bandwidth.
+template <class T>
+struct Tile {
+  const typename T::Item* block[TILE];
+  const char* ahead[TILE];
+};
+
+// scores[r][64] = q[r] · K, page by page: four sums over every fourth step of the head's dimensions
+template <class T, int R>
+inline void scores_of(const typename T::Item* q, int items, const Tile<T>& k, float* scores) {
+  constexpr int SUMS = 4;
+  for (int page = 0; page < TILE; page++) {
+    V acc[R][SUMS];
+    for (auto& row : acc)
+      for (auto& v : row) v = zero();
+    for (int d = 0; d < items; d += SUMS) {
+      for (int i = 0; i < SUMS; i++) {
+        prefetch(k.ahead[page] + (d + i) * 64);
+        for (int r = 0; r < R; r++)
+          acc[r][i] = T::multiply(acc[r][i], q + r * items + d + i, k.block[page] + (d + i) * 16);
+      }
+    }
+    for (int r = 0; r < R; r++)
+      store(scores + r * KEYS + page * PAGE, (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]));
+  }
+}
+
+// o[r][block of the dimensions] += p[r] · V, in the order of the tokens
+template <class T, int R, int B>
+inline void values_of(const typename T::Item* p, const Tile<T>& v, int dim, int at, float* o) {
+  constexpr int STEPS = PAGE / T::PER_ITEM;
+  const int line = dim;  // items per step: dim floats, or dim pairs
+  V acc[R][B];
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) acc[r][b] = load(o + r * dim + at + b * 16);
+  for (int page = 0; page < TILE; page++) {
+    const typename T::Item* block = v.block[page] + at;
+    const char* ahead = v.ahead[page] + at * 4;
+    for (int s = 0; s < STEPS; s++) {
+      for (int b = 0; b < B; b++) {
+        prefetch(ahead + (int64_t(s) * line + b * 16) * 4);
+        for (int r = 0; r < R; r++)
+          acc[r][b] = T::multiply(acc[r][b], p + r * (KEYS / T::PER_ITEM) + page * STEPS + s, block + s * line + b * 16);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) store(o + r * dim + at + b * 16, acc[r][b]);
+}
+
+}  // namespace LONGDRAFT_ISA
+}  // namespace longdraft
