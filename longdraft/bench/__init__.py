@@ -141,9 +141,7 @@ class Cell:
 
     def report(self) -> dict[str, object]:
         """As a JSON object."""
-        out = asdict(self)
-        del out["shown"]
-        return out
+        return _report(self)
 
     @property
     def significant(self) -> bool:
@@ -164,7 +162,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class PeerCell:
-    """Another engine's plain decoding. ``ratio`` is our plain speed over its speed."""
+    """Another engine's plain decoding. ``ratio`` is our plain speed over its speed; ``dtype`` is its weights' type."""
 
     peer: str
     batch: int
@@ -174,6 +172,17 @@ class PeerCell:
     ratio: float
     ci_low: float
     ci_high: float
+    shown: str = field(compare=False)  # whether its tokens are ours, in words
+
+    def report(self) -> dict[str, object]:
+        """As a JSON object."""
+        return _report(self)
+
+
+def _report(cell: Cell | PeerCell) -> dict[str, object]:
+    out = asdict(cell)
+    del out["shown"]
+    return out
 
 
 def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:

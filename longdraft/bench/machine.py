@@ -59,13 +59,13 @@ class Load:
 
     wall: float
     busy: float  # of all processes
-    own: float
+    own: float  # of the process that is measured
     steal: float  # taken by other virtual machines
 
     @staticmethod
-    def now() -> Load:
-        """Read the counters."""
-        times, mine = psutil.cpu_times(), psutil.Process().cpu_times()
+    def now(pid: int | None = None) -> Load:
+        """Read the counters; ``own`` is that of process ``pid``, or of this one."""
+        times, mine = psutil.cpu_times(), psutil.Process(pid).cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
         steal = getattr(times, "steal", 0.0)
         # A guest's time is part of user and nice already.

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from longdraft.bench import Arm, Cell, PeerCell, Plan
     from longdraft.bench.decode import Contest
+    from longdraft.cli.progress import Progress
     from longdraft.llm import LLM
 
 INTERRUPTED = 130
 FILE_WIDTH = 240  # where no terminal sets one: several arms side by side
-PEERS = ("hf",)
+PEER_NAMES = "hf, llama-cpp or llama-cpp-unpacked"
 T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +57,10 @@ def decode(
     kv_dtype: options.KVDtype = None,
     kv_cache_memory_bytes: options.KVMemory = None,
     device: options.Device = "auto",
-    peer: Annotated[str | None, typer.Option(help="Also time another engine's plain decoding: hf.")] = None,
+    peer: Annotated[str | None, typer.Option(help=f"Also time another engine's plain decoding: {PEER_NAMES}.")] = None,
+    peer_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The Python that has that engine. Left out: this one.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON there.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the speed-ups.")] = None,
     download: options.Download = False,
@@ -83,7 +87,7 @@ def decode(
         device=device,
         download=download,
     )
-    raise typer.Exit(_run(llm, plan, peer, json, plot))
+    raise typer.Exit(_run(llm, plan, peer, peer_python, json, plot))
 
 
 def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str | None) -> tuple[Arm, ...]:
@@ -112,6 +116,7 @@ def _own_model(arms: tuple[Arm, ...]) -> object:
 
 def _check_outputs(peer: str | None, json: Path | None, plot: Path | None) -> None:
     """Before hours of work: can the results be written?"""
+    from longdraft.bench.peers import PEERS
     from longdraft.bench.plot import check_plot
 
     for option, file in (("--json", json), ("--plot", plot)):
@@ -120,10 +125,10 @@ def _check_outputs(peer: str | None, json: Path | None, plot: Path | None) -> No
     if plot:
         check_plot(plot)
     if peer and peer not in PEERS:
-        raise InvalidValueError("--peer", peer, f"must be one of {', '.join(PEERS)}")
+        raise InvalidValueError("--peer", peer, f"must be {PEER_NAMES}")
 
 
-def _run(llm: LLM, plan: Plan, peer: str | None, json: Path | None, plot: Path | None) -> int:
+def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: Path | None, plot: Path | None) -> int:
     """Measure, show, write; the exit status."""
     import json as jsonlib
 
@@ -140,7 +145,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, json: Path | None, plot: Path |
     roof = MemoryRoof() if MemoryRoof.available(llm.model.device) else None
     status = 0
     try:
-        with Progress() as progress, _peer(llm, peer, peers) as after_cell:
+        with Progress() as progress, _peer(llm, peer, peer_python, progress, peers) as after_cell:
             measure(llm, plan, partial(windows, llm), cells.append, progress.update, roof, after_cell)
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -157,7 +162,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, json: Path | None, plot: Path |
         "machine": describe_machine(roof),
         "model": about,
         "cells": [cell.report() for cell in cells],
-        "peers": [vars(row) for row in peers],
+        "peers": [row.report() for row in peers],
     }
     line = jsonlib.dumps(report)
     if json:
@@ -176,19 +181,23 @@ def _model(llm: LLM) -> dict[str, object]:
 
 
 @contextmanager
-def _peer(llm: LLM, name: str | None, rows: list[PeerCell]) -> Iterator[Callable[[Contest], None] | None]:
+def _peer(
+    llm: LLM, name: str | None, python: str | None, progress: Progress, rows: list[PeerCell]
+) -> Iterator[Callable[[Contest], None] | None]:
     """What runs another engine against plain decoding after each cell; ``None`` where no peer was named."""
     if name is None:
         yield None
         return
-    from longdraft.bench.peer_hf import HuggingFace
+    from longdraft.bench.peers import PEERS
+    from longdraft.bench.peers.measure import measure
+    from longdraft.bench.peers.process import running
 
-    with HuggingFace(llm) as peer:
-        yield lambda contest: rows.extend(row for row in [peer.measure(contest)] if row)
+    with running(PEERS[name], llm, python, progress.update) as process:
+        yield lambda contest: rows.extend(row for row in [measure(contest, process)] if row)
 
 
-def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -> Iterator[Table]:
-    """One table per batch, context and temperature: plain decoding, and beside it every arm."""
+def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -> Iterator[Table | str]:
+    """One table per batch, context and temperature: plain decoding, beside it every arm, and a line per peer."""
     from rich.table import Table
 
     for (batch, context, temperature), group in groupby(cells, lambda c: (c.batch, c.context, c.temperature)):
@@ -201,11 +210,11 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
             table.add_column(heading, justify="right")
         for name, plain, values in _lines(arms):
             table.add_row(f"[bold]{name}", plain, *values)
+        yield table
         for row in peers:
             if (row.batch, row.context, temperature) == (batch, context, 0):
                 speeds = f"{row.tok_s:.1f} tokens/s, ours {row.ratio:.2f} x [{row.ci_low:.2f}, {row.ci_high:.2f}]"
-                table.caption = f"{row.peer}: {speeds}"
-        yield table
+                yield f"{row.peer}, {row.dtype}: {speeds}; {row.shown}"
 
 
 def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:

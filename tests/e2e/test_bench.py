@@ -2,15 +2,13 @@
 
 import json
 import sys
-from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from longdraft import LLM, DraftConfig, SamplingParams
-from longdraft.bench import PLAIN, Arm, Plan, interval, peer_hf, repeated_share
+from longdraft import LLM, DraftConfig
+from longdraft.bench import PLAIN, Arm, Plan, interval, repeated_share
 from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
@@ -270,44 +268,10 @@ def test_ctrl_c_prints_what_is_known(folder, monkeypatch):
 def test_missing_packages_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="matplotlib.*bench"):
         check_plot(tmp_path / "x.png")
     with pytest.raises(MissingDependencyError, match="scipy.*bench"):
         interval([1.0, 2.0])
-    with pytest.raises(MissingDependencyError, match="transformers"):
-        peer_hf.HuggingFace(None)
-
-
-def test_the_peer_takes_turns_with_plain_decoding(llm):
-    class Fake(peer_hf.HuggingFace):
-        def __init__(self):
-            self.dtype, self.asked = "float64", []
-
-        def ask(self, **request):
-            self.asked.append(request)
-            return "way" if "prompts" in request else 0.5
-
-    peer, rows = Fake(), []
-    measure(llm, Plan((2,), (64,), (FULL,), **SMALL), after_cell=lambda contest: rows.append(peer.measure(contest)))
-    assert [request.get("tokens") for request in peer.asked] == [None, 8, 8]
-    assert peer.asked[0]["prompts"] == prompts(2, 64)
-    assert (rows[0].peer, rows[0].batch, rows[0].context, rows[0].tok_s) == ("hf way", 2, 64, pytest.approx(32))
-    assert rows[0].ci_low <= rows[0].ratio <= rows[0].ci_high
-
-
-def test_the_peer_decodes_the_same_model(llm, folder, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    child = peer_hf.Child(str(folder), "float64")
-    with torch.inference_mode():
-        assert child.fill(prompts(2, 64), 9) == ", ".join(child.way)
-        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        ours = [result.outputs[0].token_ids for result in llm.generate(prompts(2, 64), params)]
-        assert child.first[:, 0].tolist() == [ids[0] for ids in ours]
-        for way in product(child.caches, ("sdpa", "eager")):
-            for tokens in (8, 3, 8):
-                assert child.decode(tokens, way) > 0
-                assert child.last[:, 0].tolist() == [ids[tokens] for ids in ours], way
 
 
 def test_prompts_differ(embedded_path):
