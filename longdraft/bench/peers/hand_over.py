@@ -32,6 +32,7 @@ def as_folder(llm: LLM, folder: Path) -> Path:
     config, weights = hf_config(read_header(path)), llm.checkpoint.weights
     if "rope_freq_factors" in config:
         raise UnsupportedModelError("rope_freqs.weight", "in the file", "a peer cannot be told", "Give a folder.")
+    config["architectures"] = [f"{str(config['model_type']).title()}ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: weights.load(name).to(llm.model.dtype).contiguous() for name in weights.shapes()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
