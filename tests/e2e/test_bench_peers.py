@@ -39,7 +39,7 @@ sys.path.insert(0, {scripts!r})
 from serve import serve
 {before}
 class Child:
-    name = "fake 1.0"
+    name, seconds, turns = "fake 1.0", 0.25, 0
     def __init__(self, progress):
         self.progress = progress
         print("words that are no answer")
@@ -53,7 +53,8 @@ class Child:
         return "its own way"
     def decode(self, tokens):
         {decode}
-        return dict(seconds=0.25, rows=[row[: tokens + 1] for row in self.rows])
+        self.turns += 1
+        return dict(seconds=self.seconds, rows=[row[: tokens + 1] for row in self.rows])
 serve(Child)
 """
 
@@ -145,15 +146,16 @@ def test_disturbed_rounds_are_repeated_to_an_end(llm, tmp_path, monkeypatch):
 
         monkeypatch.setattr(turns, "disturbed", foreign)
         pids.clear()
-        measure(llm, fake(tmp_path), rounds=2)
+        (row,) = measure(llm, fake(tmp_path, decode="self.seconds = 99 if self.turns == 1 else 0.25"), rounds=2)
         assert len(asked) == 2 * rounds  # a turn of each
         assert len([pid for pid in pids if pid]) == 2 * rounds  # before and after the peer's
+        assert (row.tok_s == pytest.approx(2 * 8 / 0.25)) == (bad == (1,))  # the slow turn is the first that is timed
 
 
 def test_how_far_tokens_agree():
     ours = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert turns.agreement(ours, [[1, 2, 3], [5, 6]]) == "2 of 2 rows have our tokens"
-    assert "1 of 2 rows have our tokens; others differ from token 3 on" in turns.agreement(ours, [[1, 2, 9], [5, 6]])
+    assert "1 of 2 rows have our tokens; others differ from token 3 on" in turns.agreement(ours, [[1, 2, 9, 9], [5, 6]])
     assert turns.agreement(ours, [[1, 2, 9], [9, 6]]).endswith("from token 1 on")
 
 
@@ -217,6 +219,7 @@ def test_transformers_decodes_the_same_in_every_way(llm, folder, monkeypatch):
             for tokens in (8, 3, 8):
                 seconds, found = child._decode(tokens, cache, attention)
                 assert seconds > 0
+                assert child.model.config._attn_implementation == attention
                 assert found == [ids[: tokens + 1] for ids in ours], (kind, attention)
 
 
