@@ -15,9 +15,9 @@ import psutil
 import torch
 
 from longdraft import __version__
-from longdraft.engine.sizing import num_parameters
 from longdraft.kernels import native
 from longdraft.models.transformer import Transformer
+from longdraft.models.weights import num_parameters
 
 ROOF_BYTES = 2**30  # beyond any cache
 FOREIGN_SHARE, STEAL_SHARE = 0.02, 0.01  # of all cores' time; more disturbs a round

@@ -50,17 +50,18 @@ def make(
     check(config)
     if config.weights == "ngram":
         return NGram()
-    selector = _selector(config)
+    reader = selector(config)
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
-        return SelfSpec(model, store, selector, choose_layers(config.layers, model.config.num_layers))
+        return SelfSpec(model, store, reader, choose_layers(config.layers, model.config.num_layers))
     if config.weights not in small:
         loaded = ", ".join(small) or "none was"
         limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
         raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
-    return SmallModel(small[config.weights], selector, model.config.vocab_size)
+    return SmallModel(small[config.weights], reader, model.config.vocab_size)
 
 
-def _selector(config: DraftConfig) -> Selector:
+def selector(config: DraftConfig) -> Selector:
+    """What the draft reads of a cache."""
     kind = SELECTORS[config.kv]
     return kind(config.budget, config.sinks) if kind is StreamingLLM else kind(config.budget)

@@ -34,9 +34,7 @@ class DraftModel:
         self.model = model
         self.store = PagedStore(layers, num_pages, model.layout, model.kv_dtype, model.device)
         self.rows = count()
-        window = model.config.sliding_window
-        # Up to its window a model that has one is a model with full attention.
-        self.max_length = min(model.config.context_length, window or model.config.context_length)
+        self.max_length = model.config.full_attention_length
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from longdraft.config import EngineConfig, as_int
 from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.models.config import ModelConfig
-from longdraft.models.weights import expected_shapes
+from longdraft.models.weights import num_parameters
 
 DTYPES = {
     "float32": torch.float32,
@@ -113,11 +112,6 @@ def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch
     return free - weights
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Weights of a model."""
-    return sum(math.prod(shape) for shape in expected_shapes(config).values())
-
-
 def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
     """The context length in tokens: what was asked for, checked against what the model can do, or the model's own."""
     own = config.context_length
@@ -133,7 +127,7 @@ def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
 
 def kv_bytes_per_token(config: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Bytes of K and V that one token takes over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+    return config.num_layers * config.kv_elements_per_layer * kv_dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int:

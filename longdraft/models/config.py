@@ -62,6 +62,16 @@ class ModelConfig:
             return max(own, int(rope.factor * (rope.original_max_len or own)))
         return int(rope.factor * own) if rope.kind == "linear" else own
 
+    @property
+    def full_attention_length(self) -> int:
+        """Longest context in which every token sees all before it: a window ends that earlier."""
+        return min(self.context_length, self.sliding_window or self.context_length)
+
+    @property
+    def kv_elements_per_layer(self) -> int:
+        """Elements of K and V that one token takes in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class _Family:

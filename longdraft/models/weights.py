@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -53,6 +54,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def num_parameters(config: ModelConfig, prefix: str = "") -> int:
+    """Weights of a model, or of those of its tensors whose names start with ``prefix``."""
+    return sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name.startswith(prefix))
 
 
 def check_names_and_shapes(config: ModelConfig, source: WeightSource) -> None:
