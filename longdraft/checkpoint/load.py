@@ -33,22 +33,45 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
 
     Raises ``ModelNotFoundError``, ``ModelFileError`` or ``UnsupportedModelError``.
     """
+    path, name = _locate(model, download)
+    if path.is_dir():
+        return _from_folder(path, name)
+    if path.suffix.lower() != ".gguf":
+        fix = "Give a GGUF file, or the folder that holds config.json and the safetensors files."
+        raise ModelFileError(path, "is not a model file of a known kind", fix=fix)
+    return _from_gguf(path, name)
+
+
+def read_config(model: str | PathLike[str] | None = None) -> tuple[str, ModelConfig]:
+    """A model's name and config alone, from whatever ``load_checkpoint`` takes; no weights need be there.
+
+    A ``config.json`` may be named itself. Raises what ``load_checkpoint`` raises.
+    """
+    path, name = _locate(model, download=False)
+    if path.is_dir():
+        path = path / "config.json" if (path / "config.json").exists() else _only_gguf(path)
+    elif path.suffix.lower() == ".json":
+        name = path.absolute().parent.name
+    if path.suffix.lower() == ".json":
+        return name, parse_hf_config(read_json(path), source=str(path))
+    return name, _gguf_config(read_header(path))
+
+
+def _locate(model: str | PathLike[str] | None, download: bool) -> tuple[Path, str]:
+    """The folder or file that ``model`` stands for, and what to call it."""
     if model is None or str(model).lower() == BUNDLED:
-        return _from_gguf(require_bundled(), BUNDLED)
+        return require_bundled(), BUNDLED
     if not isinstance(model, (str, PathLike)):
         raise InvalidValueError("model", model, "must be a path, a name or a hub id")
     if not str(model):
         raise InvalidValueError("model", model, "must not be empty", "Leave it out for the embedded model.")
     path, is_folder, is_file = look_up(model)
     if is_folder:
-        return _from_folder(path, path.resolve().name)
+        return path, path.resolve().name
     if is_file:
-        if path.suffix.lower() != ".gguf":
-            fix = "Give a GGUF file, or the folder that holds config.json and the safetensors files."
-            raise ModelFileError(path, "is not a model file of a known kind", fix=fix)
-        return _from_gguf(path, path.stem)
+        return path, path.stem
     if HUB_ID.fullmatch(str(model)):
-        return _from_folder(_hub_folder(str(model), download), str(model))
+        return _hub_folder(str(model), download), str(model)
     raise ModelNotFoundError(
         f"There is no file or folder {str(model)[:200]!r}, and it is not a hub id of the form owner/name. "
         f"Leave the model out (or say {BUNDLED!r}) for the embedded one."
@@ -92,11 +115,7 @@ def _gguf_config(header: GGUFHeader) -> ModelConfig:
 
 def _from_folder(path: Path, name: str) -> Checkpoint:
     if not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return _from_gguf(files[0], name)
-        fix = f"Name one of: {', '.join(f.name for f in files)}." if files else "Is this a model's folder?"
-        raise ModelFileError(path, "holds no config.json", fix=fix)
+        return _from_gguf(_only_gguf(path), name)
     source = SafetensorsWeights(path)
     raw = read_json(path / "config.json")
     config, warning = resolve_tie(parse_hf_config(raw, source=str(path / "config.json")), source)
@@ -113,6 +132,15 @@ def _from_folder(path: Path, name: str) -> Checkpoint:
         generation_defaults=defaults,
         warnings=tuple(w for w in (warning, *source.warnings) if w),
     )
+
+
+def _only_gguf(path: Path) -> Path:
+    """The GGUF file of a folder without ``config.json``, if there is just one."""
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        fix = f"Name one of: {', '.join(f.name for f in files)}." if files else "Is this a model's folder?"
+        raise ModelFileError(path, "holds no config.json", fix=fix)
+    return files[0]
 
 
 def fitting(tokenizer: Tokenizer, config: ModelConfig, path: str | PathLike[str]) -> Tokenizer:
