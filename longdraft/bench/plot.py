@@ -21,7 +21,7 @@ LEAST_RANGE = 0.2  # of log2: a few per cent shall not look like a victory
 
 def check_plot(file: Path) -> None:
     """Raise now what would otherwise be found out after hours: ``MissingDependencyError`` or ``InvalidValueError``."""
-    _figure_class()
+    figure_class()
     if file.suffix != ".png":
         raise InvalidValueError("--plot", str(file), "must end in .png")
 
@@ -32,10 +32,14 @@ def plot(cells: Sequence[Cell], file: Path, title: str) -> None:
     grid = len(batches) > 1 and len(contexts) > 1
     width = 2.5 + 1.1 * len(contexts) if grid else 8.0
     height = 2.0 + 0.7 * (len(batches) if grid else len(cells))
-    figure = _figure_class()(figsize=(max(width, 6.0), min(height, 40.0)), layout="constrained")
+    figure = figure_class()(figsize=(max(width, 6.0), min(height, 40.0)), layout="constrained")
     axes = figure.add_subplot()
     if grid:
-        _heat_map(figure, axes, cells, batches, contexts)
+        best = np.full((len(batches), len(contexts)), np.nan)
+        for cell in cells:
+            at = batches.index(cell.batch), contexts.index(cell.context)
+            best[at] = np.fmax(best[at], cell.speedup)
+        heat_map(figure, axes, best, batches, contexts)
     else:
         _bars(axes, cells)
     simulated = ", SIMULATED acceptance" if any(c.simulated for c in cells) else ""
@@ -43,8 +47,8 @@ def plot(cells: Sequence[Cell], file: Path, title: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _figure_class() -> type[Figure]:
-    """Figures without a window: ``savefig`` draws a PNG by Agg."""
+def figure_class() -> type[Figure]:
+    """Matplotlib's figures without a window: ``savefig`` draws a PNG by Agg."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -52,14 +56,11 @@ def _figure_class() -> type[Figure]:
     return Figure
 
 
-def _heat_map(figure: Figure, axes: Axes, cells: Sequence[Cell], batches: list[int], contexts: list[int]) -> None:
+def heat_map(figure: Figure, axes: Axes, best: np.ndarray, batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """Draw ``best [batches, contexts]``, the best speed-ups; NaN where there is none."""
     from matplotlib.colors import CenteredNorm
     from matplotlib.ticker import FuncFormatter
 
-    best = np.full((len(batches), len(contexts)), np.nan)
-    for cell in cells:
-        at = batches.index(cell.batch), contexts.index(cell.context)
-        best[at] = np.fmax(best[at], cell.speedup)
     # Logarithms, so that twice as slow is as dark as twice as fast.
     scale = np.log2(best)
     norm = CenteredNorm(0, max(LEAST_RANGE, float(np.nanmax(np.abs(scale)))))

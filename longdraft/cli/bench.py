@@ -61,8 +61,8 @@ def decode(
     peer_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="The Python that has that engine. Left out: this one.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON there.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the speed-ups.")] = None,
+    json: options.JsonFile = None,
+    plot: options.Plot = None,
     download: options.Download = False,
 ) -> None:
     """Time plain against speculative decoding of passages of four novels; the protocol is in docs/performance.md.
@@ -71,11 +71,14 @@ def decode(
     exactness tier promises equality. Ctrl-C prints what is measured so far.
     """
     from longdraft.bench import Plan, interval
+    from longdraft.bench.peers import PEERS
 
     arms = make_arms(draft, budget, gamma, kv)
     sizes = {"rounds": rounds, "round_tokens": round_tokens, "assume_acceptance": assume_acceptance}
     plan = Plan(_unique(batch), _unique(context), arms, _unique(temperature), **sizes)
-    _check_outputs(peer, json, plot)
+    options.check_outputs(json, plot)
+    if peer and peer not in PEERS:
+        raise InvalidValueError("--peer", peer, f"must be {PEER_NAMES}")
     interval([1.0, 1.0])  # says now if scipy is missing
     llm = options.make_llm(
         model,
@@ -112,20 +115,6 @@ def _own_model(arms: tuple[Arm, ...]) -> object:
     if len(own) > 1:
         raise InvalidValueError("--draft", list(own), "may name one small model at most", "Measure them one by one.")
     return next(iter(own.values()), None)
-
-
-def _check_outputs(peer: str | None, json: Path | None, plot: Path | None) -> None:
-    """Before hours of work: can the results be written?"""
-    from longdraft.bench.peers import PEERS
-    from longdraft.bench.plot import check_plot
-
-    for option, file in (("--json", json), ("--plot", plot)):
-        if file and not file.absolute().parent.is_dir():
-            raise InvalidValueError(option, str(file), "must lie in a folder that exists")
-    if plot:
-        check_plot(plot)
-    if peer and peer not in PEERS:
-        raise InvalidValueError("--peer", peer, f"must be {PEER_NAMES}")
 
 
 def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: Path | None, plot: Path | None) -> int:

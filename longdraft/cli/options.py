@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from longdraft.llm import LLM
@@ -27,6 +30,8 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests decoded together.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", help="Prompt tokens per prefill step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON there.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the speed-ups.")]
 Download = Annotated[bool, typer.Option("--download", help="Allow the network for a hub id that is not cached.")]
 
 
@@ -37,3 +42,14 @@ def make_llm(model: str | None, **settings: object) -> LLM:
 
     with Progress() as progress:
         return LLM(model, **settings, on_load=lambda done, total: progress.update("load", done, total, "layers"))
+
+
+def check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Before any work: can the results be written?"""
+    for option, file in (("--json", json), ("--plot", plot)):
+        if file and not file.absolute().parent.is_dir():
+            raise InvalidValueError(option, str(file), "must lie in a folder that exists")
+    if plot:
+        from longdraft.bench.plot import check_plot
+
+        check_plot(plot)
