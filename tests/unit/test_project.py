@@ -21,6 +21,7 @@ LAYERS = [
     {"checkpoint"},
     {"spec"},
     {"drafts"},
+    {"planner"},
     {"engine"},
     {"exactness"},
     {"prompts"},

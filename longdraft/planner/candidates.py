@@ -1,0 +1,139 @@
+"""Names of drafts → what each costs, holds and is assumed to get accepted: the candidates of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import PurePath
+
+from longdraft.config import DraftConfig
+from longdraft.drafts.layer_skip import choose_layers
+from longdraft.drafts.registry import NAMED, check, selector
+from longdraft.errors import InvalidValueError, VocabularyMismatchError
+from longdraft.models.config import ModelConfig
+from longdraft.models.weights import num_parameters
+from longdraft.planner.assumed import Assumed, assumed, published_pair
+from longdraft.planner.catalogue import find_model
+from longdraft.planner.cost import BYTES, Network, Reads, network, whole
+from longdraft.planner.hardware import Hardware
+
+BUDGETS = (256, 512)
+# What is tried without being named: 8-bit weights have kernels on CPUs only, so far.
+SELF_DRAFTS = {"cpu": ("streaming_llm", "int8"), "gpu": ("streaming_llm",)}
+VOCABULARY_PADDING = 0.01  # of the embedding's rows; members of a family differ by less
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on a machine. ``weight_bytes`` and ``kv_bytes`` are those of one element."""
+
+    name: str
+    config: ModelConfig
+    hardware: Hardware
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    @cached_property
+    def network(self) -> Network:
+        """A pass of the whole model."""
+        return network(self.config, weight_bytes=self.weight_bytes, kv_bytes=self.kv_bytes)
+
+    @cached_property
+    def held_bytes(self) -> float:
+        """Bytes of all weights, embedding included."""
+        return num_parameters(self.config) * self.weight_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft as the planner sees it; ``gamma`` of its config is a plan's to choose.
+
+    ``network`` runs once per drafted token over ``reads`` of each row's cache; a draft without weights has none.
+    ``weight_bytes`` (in all) and ``kv_bytes_per_token`` are what it holds beside the target's.
+    """
+
+    config: DraftConfig
+    network: Network | None
+    reads: Reads
+    acceptance: Assumed
+    weight_bytes: float = 0.0
+    kv_bytes_per_token: float = 0.0
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that it reads of a row, where that is bounded."""
+        return None if self.network is None or self.config.kv == "full" else self.config.budget
+
+    @property
+    def key(self) -> str:
+        """The user's name for the draft, whatever its budget."""
+        default = replace(self.config, budget=DraftConfig.budget)
+        return next((name for name, draft in NAMED.items() if draft == default), PurePath(self.config.weights).name)
+
+    @property
+    def note(self) -> str:
+        """What to know before it is chosen."""
+        return "8-bit weights have kernels on CPUs only, so far" if self.config.weights == "target@int8" else ""
+
+
+def candidates(
+    target: Target,
+    drafts: Iterable[str] = (),
+    budgets: Iterable[int] = BUDGETS,
+    acceptance: Assumed | None = None,
+) -> list[Candidate]:
+    """Each of ``drafts`` with each of ``budgets``; without names those for which there are figures.
+
+    Raises ``InvalidValueError`` for a draft that was named and has no figure, where no ``acceptance`` is given.
+    """
+    drafts = tuple(drafts) or (*SELF_DRAFTS[target.hardware.kind], *filter(None, [published_pair(target.name)]))
+    found: dict[DraftConfig, Candidate] = {}
+    for name in drafts:
+        configs = _variants(NAMED.get(name) or DraftConfig(weights=name), budgets)
+        figures = {config: acceptance or assumed(config, target.name) for config in configs}
+        if not any(figures.values()):
+            fix = "Give one by --acceptance; longdraft bench decode measures it."
+            raise InvalidValueError("--draft", name, "no acceptance is published for it at such budgets", fix)
+        found |= {config: candidate(target, config, figure) for config, figure in figures.items() if figure}
+    return list(found.values())
+
+
+def _variants(draft: DraftConfig, budgets: Iterable[int]) -> list[DraftConfig]:
+    """``draft`` with each budget, where it has one; a small model over its whole cache, too."""
+    kinds = [replace(draft, kv="full"), draft] if draft.own_model else [draft]
+    bounded = [config for config in kinds if config.kv != "full" and config.weights != "ngram"]
+    return [k for k in kinds if k not in bounded] + [replace(k, budget=budget) for k in bounded for budget in budgets]
+
+
+def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candidate:
+    """``draft`` for ``target``; raises ``InvalidValueError`` or ``VocabularyMismatchError`` where it cannot be."""
+    check(draft)
+    if draft.weights == "ngram":
+        return Candidate(draft, None, whole, acceptance)
+    reads = selector(draft).tokens_read
+    if draft.own_model:
+        return _small(target, draft, reads, acceptance)
+    kept = choose_layers(draft.layers, target.config.num_layers)
+    int8 = draft.weights == "target@int8"
+    net = network(
+        target.config,
+        weight_bytes=BYTES["int8"] if int8 else target.weight_bytes,
+        kv_bytes=target.kv_bytes,
+        layers=None if kept is None else len(kept),
+    )
+    copies = num_parameters(target.config) * BYTES["int8"] if int8 else 0.0
+    return Candidate(draft, net, reads, acceptance, weight_bytes=copies)
+
+
+def _small(target: Target, draft: DraftConfig, reads: Reads, acceptance: Assumed) -> Candidate:
+    """A model of its own, in the target's types; its cache holds every token, whatever it reads of it."""
+    name, config = find_model(draft.weights)
+    longest = config.full_attention_length  # beyond it the draft slides
+    sizes = sorted((config.vocab_size, target.config.vocab_size))
+    if sizes[1] - sizes[0] > VOCABULARY_PADDING * sizes[1]:
+        problem = f"it has {config.vocab_size} tokens, the target {target.config.vocab_size}"
+        raise VocabularyMismatchError(target.name, name, problem, "Take a draft with the target's tokenizer.")
+    net = network(config, weight_bytes=target.weight_bytes, kv_bytes=target.kv_bytes)
+    held = num_parameters(config) * target.weight_bytes
+    return Candidate(draft, net, lambda n: min(reads(n), longest), acceptance, held, net.kv_bytes_per_token)
