@@ -17,7 +17,7 @@ import torch
 from longdraft import __version__
 from longdraft.kernels import native
 from longdraft.models.transformer import Transformer
-from longdraft.models.weights import num_parameters
+from longdraft.planner.cost import network, pass_work
 
 ROOF_BYTES = 2**30  # beyond any cache
 FOREIGN_SHARE, STEAL_SHARE = 0.02, 0.01  # of all cores' time; more disturbs a round
@@ -120,10 +120,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 def plain_step_cost(model: Transformer, kv_bytes_per_token: int, batch: int, context: float) -> tuple[float, float]:
     """Bytes that a plain step must read (weights once, each row's K and V) and its floating-point operations."""
-    config, weight_bytes = model.config, model.weight_bytes
-    parameters = num_parameters(config)
+    work = pass_work(network(model.config), {context: batch})
+    weight_bytes = model.weight_bytes  # as stored here, packing included
     if model.embedding is not None:  # a few rows of it are looked up; as a tied head it is read as a whole
-        parameters -= model.embedding.numel()
         weight_bytes -= model.embedding.nbytes
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
-    return weight_bytes + batch * context * kv_bytes_per_token, batch * (2 * parameters + attention)
+    return weight_bytes + batch * context * kv_bytes_per_token, work.linear_flops + work.attention_flops

@@ -20,7 +20,7 @@ from longdraft.models.weights import num_parameters
 from longdraft.planner.hardware import Hardware
 from longdraft.spec.acceptance import expected_tokens
 
-Rows = Mapping[int, int]  # length of a row's context in tokens → number of such rows
+Rows = Mapping[float, int]  # length of a row's context in tokens, or a mean of lengths → number of such rows
 Reads = Callable[[int], int]  # length → tokens of it that attention reads
 Acceptance = float | Sequence[float]  # the chance that a token stands when those before it do: for all, or by position
 

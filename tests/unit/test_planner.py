@@ -193,6 +193,17 @@ def test_break_even_is_where_the_speedup_crosses_one():
 # --- choices
 
 
+def test_a_round_is_made_of_passes_over_what_each_of_them_reads():
+    on, rows = target(), {6000: 5, 30_000: 2}
+    draft = self_draft(on, 0.7, budget=384)
+    for found in predict(on, draft, rows, (1, 4)):
+        step = times(pass_work(draft.network, rows, 1, lambda n: min(n, 384)), H200).total
+        check = times(pass_work(on.network, rows, found.gamma + 1), H200).total
+        assert (found.draft_s, found.verify_s, found.rows) == (step, check, 7)
+        assert found.seconds == pytest.approx(found.gamma * step + check + H200.round_s)
+        assert found.tokens_per_s == pytest.approx(7 * expected_tokens(0.7, found.gamma) / found.seconds)
+
+
 def test_the_best_gamma_is_that_of_brute_force_and_plain_is_always_offered():
     on = target()
     draft = self_draft(on, 0.85)
@@ -427,6 +438,10 @@ def test_a_small_model_reads_no_more_than_it_was_made_for():
 def test_assumed_acceptance_grows_with_the_budget_and_names_its_source():
     rates = [assumed(DraftConfig(budget=b), "Llama-3.1-8B").rate(16000) for b in (64, 100, 256, 512, 4096)]
     assert rates == sorted(rates) and rates[-1] == rates[-2] == pytest.approx(0.82)
+    # Half-way between two published lengths is so by their ratio; beyond them it is level.
+    by_length = [assumed(DraftConfig(), "Llama-3.1-8B").rate(n) for n in (1000, 4000, 64_000, 80_000, 100_000, 2**20)]
+    assert by_length == pytest.approx([0.84, 0.84, 0.79, 0.79, 0.79, 0.79])
+    assert assumed(DraftConfig(), "any").rate(45_255) == pytest.approx(0.80, abs=1e-6)
     assert assumed(DraftConfig(budget=32), "Llama-3.1-8B") is None
     int8 = assumed(DraftConfig(weights="target@int8"), "Llama-3.1-8B")
     assert int8.rate(16000) < rates[-1] and "8-bit" in int8.source
