@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from longdraft.config import DraftConfig, as_float, as_int
 from longdraft.core import sum_by_position
 from longdraft.errors import InvalidValueError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INSTALL = 'pip install "longdraft[bench]"'
 CONFIDENCE = 0.95
@@ -189,16 +194,31 @@ def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     """The median of the rounds' ratios and the ends of its bootstrap interval."""
     import numpy as np
 
+    values = np.asarray(ratios)
+    return float(np.median(values)), *bounds(resampled((values,), np.median, seed))
+
+
+def resampled(samples: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray], seed: int) -> np.ndarray:
+    """``statistic(*samples, axis=-1)`` of bootstrap samples, drawn for all ``samples [n]`` together."""
+    import numpy as np
+
     try:
-        from scipy.stats import bootstrap
+        from scipy.stats import DegenerateDataWarning, bootstrap
     except ImportError as error:
-        raise MissingDependencyError("scipy", "The interval of a speed-up", INSTALL) from error
+        raise MissingDependencyError("scipy", "A confidence interval", INSTALL) from error
     random = np.random.default_rng(seed)
-    found = bootstrap(
-        (np.asarray(ratios),), np.median, confidence_level=CONFIDENCE, method="percentile", random_state=random
-    )
-    low, high = found.confidence_interval
-    return float(np.median(ratios)), float(low), float(high)
+    with warnings.catch_warnings():  # about an interval that is not used: ``bounds`` makes it of the distribution
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        done = bootstrap(samples, statistic, paired=len(samples) > 1, method="percentile", random_state=random)
+    return done.bootstrap_distribution
+
+
+def bounds(distribution: np.ndarray) -> tuple[float, float]:
+    """The ends of the percentile interval; resamples without a value (NaN) do not count."""
+    import numpy as np
+
+    low, high = np.nanquantile(distribution, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
 
 
 def repeated_share(rows: Iterable[Sequence[int]], n: int = 8) -> float:

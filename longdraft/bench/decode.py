@@ -14,9 +14,9 @@ from itertools import product
 from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, interval, repeated_share, total
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
 from longdraft.bench.simulate import assumed, continuations
-from longdraft.bench.turns import OnProgress, Rows, end, fork, require_running, turn
+from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, turn
 from longdraft.drafts.base import Draft
-from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError
+from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.llm import LLM
 from longdraft.sampling_params import SamplingParams
 
@@ -72,7 +72,7 @@ def _at(temperature: float) -> str:
 
 def check_room(llm: LLM, plan: Plan, context: int) -> None:
     """Refuse a context at which the arms do not fit side by side."""
-    config, store = llm.engine.config, llm.engine.store
+    config = llm.engine.config
     shortest = 2 * plan.most_per_turn  # to warm up, and one turn
     limit = config.max_tokens_per_request - shortest
     if context > limit:
@@ -80,14 +80,8 @@ def check_room(llm: LLM, plan: Plan, context: int) -> None:
             "context", context, f"must be at most {limit}, to leave room for {shortest} new tokens"
         )
     forks = 2 + len(plan.arms)  # plain, arms, and the known continuation
-    per_row = store.pages_for(context) + forks * (store.pages_for(_life(llm, plan, context)) + 2)
-    batch, needed = max(plan.batches), max(plan.batches) * per_row
-    if needed > store.num_pages:
-        tokens = (needed * config.block_size, store.num_pages * config.block_size)
-        raise KVCapacityError(
-            f"{batch} prompts of {context} tokens and their forks need room for {tokens[0]:,} tokens of KV, the cache "
-            f"has {tokens[1]:,}. Raise kv_cache_memory_bytes or measure less at once."
-        )
+    batch = max(plan.batches)
+    require_pages(llm, batch, context, forks, _life(llm, plan, context))
     sequences = batch * (forks + len(plan.arms) + 1)
     if sequences > config.max_num_seqs:
         raise InvalidValueError("max_num_seqs", config.max_num_seqs, f"must be at least {sequences} for these cells")
@@ -100,14 +94,9 @@ def _filled(
     """What each arm is forked from: held sequences at their first token, whose drafts have taken in the prompt."""
     engine = llm.engine
     plain = [engine.sequence(engine.add(ids, params)) for ids in prompts]
-    made, total = list(plain), sum(len(ids) for ids in prompts)
-    name = f"fill {len(prompts[0])}{_at(params.temperature)}"
+    made = list(plain)
     try:
-        while engine.has_work:
-            for output in engine.step():
-                require_running(output.seq)
-                engine.hold(output.seq.id)
-            report(name, sum(min(seq.num_committed, seq.num_prompt) for seq in plain), total, "tokens")
+        fill(llm, plain, f"fill {len(prompts[0])}{_at(params.temperature)}", report)
         pretend = nullcontext()
         if plan.assume_acceptance is not None:
             known = continuations(llm, plain, report)

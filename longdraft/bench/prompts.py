@@ -1,4 +1,7 @@
-"""The prompt set P8: two windows of each packaged novel, and shifted ones for larger batches."""
+"""Prose to go on with: the prompt set P8, two windows of each packaged novel and shifted ones for larger batches.
+
+Also the hay in which generated tasks hide their facts.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from longdraft.errors import InvalidValueError
 from longdraft.prompts import require
 
 if TYPE_CHECKING:
+    from longdraft.checkpoint.tokenizer import Tokenizer
     from longdraft.llm import LLM
 
 NOVELS = ("pride_and_prejudice", "sense_and_sensibility", "northanger_abbey", "mansfield_park")
 SHIFT = 4001  # characters that each further set of eight windows starts behind the last one
-CHARACTERS_PER_TOKEN = 8  # more than prose has, so that a slice of this many holds the window
+CHARACTERS_PER_TOKEN = 8  # more than prose or code has, so that a slice of this many holds the window
 
 
 def windows(llm: LLM, batch: int, context: int) -> list[list[int]]:
@@ -34,6 +38,14 @@ def windows(llm: LLM, batch: int, context: int) -> list[list[int]]:
             raise InvalidValueError("--context", context, limit)
         rows.append(ids)
     return rows
+
+
+def hay(tokenizer: Tokenizer, start: int, count: int) -> list[int]:
+    """``count`` ids of all novels in a circle, from character ``start`` on; nothing is added around them."""
+    text = "".join(_text(novel) for novel in NOVELS)
+    start, size = start % len(text), CHARACTERS_PER_TOKEN * count
+    circle = text * (1 + (start + size) // len(text))
+    return tokenizer.encode(circle[start : start + size], add_special_tokens=False)[:count]
 
 
 @lru_cache(maxsize=len(NOVELS))

@@ -8,11 +8,32 @@ from itertools import zip_longest
 from longdraft.bench import Arm, Turn
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
-from longdraft.errors import LongDraftError
+from longdraft.errors import KVCapacityError, LongDraftError
 from longdraft.llm import LLM
 
 OnProgress = Callable[[str, int, int, str], None]  # of what, done, in all, unit
 Rows = list[EngineSequence]
+
+
+def fill(llm: LLM, rows: Rows, name: str, report: OnProgress) -> None:
+    """Let queued rows take in their prompts, and hold each at its first token. The engine has no other work."""
+    prompt_tokens = sum(seq.num_prompt for seq in rows)
+    while llm.engine.has_work:
+        for output in llm.engine.step():
+            require_running(output.seq)
+            llm.engine.hold(output.seq.id)
+        report(name, sum(min(seq.num_committed, seq.num_prompt) for seq in rows), prompt_tokens, "tokens")
+
+
+def require_pages(llm: LLM, batch: int, context: int, forks: int, life: int) -> None:
+    """``KVCapacityError`` unless ``batch`` prompts fit, each with ``forks`` that have ``life`` tokens of their own."""
+    store, size = llm.engine.store, llm.engine.config.block_size
+    needed = batch * (store.pages_for(context) + forks * (store.pages_for(life) + 2))
+    if needed > store.num_pages:
+        raise KVCapacityError(
+            f"{batch} prompts of {context} tokens and their forks need room for {needed * size:,} tokens of KV, the "
+            f"cache has {store.num_pages * size:,}. Raise kv_cache_memory_bytes or measure less at once."
+        )
 
 
 def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
@@ -37,6 +58,18 @@ def require_running(seq: EngineSequence) -> None:
     """A request that ended has failed: ends of text are ignored, and there was room."""
     if seq.status is Status.FINISHED:
         raise LongDraftError(f"A request ended while it was measured: {seq.error or seq.finish_reason}.")
+
+
+def advance(llm: LLM, rows: Rows, lengths: Sequence[int]) -> None:
+    """Let ``rows`` alone decode, each until it has ``lengths[i]`` ids or, where proposals stand, some more."""
+    engine = llm.engine
+    for seq, length in zip(rows, lengths, strict=True):
+        engine.hold(seq.id, len(seq.ids) >= length)
+    while not all(seq.held for seq in rows):
+        engine.step()
+        for seq, length in zip(rows, lengths, strict=True):
+            require_running(seq)
+            engine.hold(seq.id, len(seq.ids) >= length)
 
 
 def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:

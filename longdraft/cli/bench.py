@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings=
 
 @app.callback()
 def bench() -> None:
-    """Measure speed."""
+    """Measure speed, and how often drafts are right."""
 
 
 @app.command()
@@ -75,14 +75,14 @@ def decode(
 
     arms = make_arms(draft, budget, gamma, kv)
     sizes = {"rounds": rounds, "round_tokens": round_tokens, "assume_acceptance": assume_acceptance}
-    plan = Plan(_unique(batch), _unique(context), arms, _unique(temperature), **sizes)
+    plan = Plan(unique(batch), unique(context), arms, unique(temperature), **sizes)
     options.check_outputs(json, plot)
     if peer and peer not in PEERS:
         raise InvalidValueError("--peer", peer, f"must be {PEER_NAMES}")
     interval([1.0, 1.0])  # says now if scipy is missing
     llm = options.make_llm(
         model,
-        draft=_own_model(arms),
+        draft=own_model(arms),
         dtype=dtype,
         kv_dtype=kv_dtype,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -98,18 +98,19 @@ def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str 
     from longdraft.bench import Arm
 
     arms = {}
-    for name, budget, gamma in product(_unique(drafts), _unique(budgets), _unique(gammas)):
+    for name, budget, gamma in product(unique(drafts), unique(budgets), unique(gammas)):
         config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
         arm = Arm(Path(name).name or name, config)
         arms.setdefault((name, arm.budget, gamma), arm)
     return tuple(arms.values())
 
 
-def _unique(values: Iterable[T]) -> tuple[T, ...]:
+def unique(values: Iterable[T]) -> tuple[T, ...]:
+    """``values`` without repetitions, in order."""
     return tuple(dict.fromkeys(values))
 
 
-def _own_model(arms: tuple[Arm, ...]) -> object:
+def own_model(arms: tuple[Arm, ...]) -> object:
     """The draft whose weights have to be loaded, of which an ``LLM`` has one at most."""
     own = {arm.draft.weights: arm.draft for arm in arms if arm.draft.own_model}
     if len(own) > 1:
@@ -138,7 +139,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: 
             measure(llm, plan, partial(windows, llm), cells.append, progress.update, roof, after_cell)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    about = _model(llm)
+    about = describe_model(llm)
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -161,7 +162,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: 
     return status if equal else 1
 
 
-def _model(llm: LLM) -> dict[str, object]:
+def describe_model(llm: LLM) -> dict[str, object]:
     """The model and how it runs."""
     from longdraft.cli.report import setting
 
