@@ -97,9 +97,11 @@ inline void turn(const Network& net, const Layer& layer, const Step& step, int t
   }
 }
 
-inline void run_layer(const Parallel& p, const Network& net, const Layer& layer, const Step& step, const Cache& cache,
-                      const Scratch& t) {
+inline void run_layer(const Parallel& p, const Network& net, int number, const Step& step, const Scratch& t) {
   const Shape& s = net.shape;
+  const Layer& layer = net.layers[number];
+  const Cache& cache = step.caches[number];
+  const Part& part = step.parts[step.num_parts == 1 ? 0 : number];
   const int n = step.tokens, width = (s.heads + 2 * s.kv_heads) * s.dim, keys = s.heads * s.dim;
   const int values = keys + s.kv_heads * s.dim;
   each_token(p, n, net.hidden, [&](int i) {
@@ -111,8 +113,11 @@ inline void run_layer(const Parallel& p, const Network& net, const Layer& layer,
     turn(net, layer, step, i, row);
     write(s, row + keys, row + values, step.slots + i, 1, 0, cache);
   });
-  attention(p, s, *step.view, step.pieces, step.num_pieces, step.merges, step.num_merges, t.qkv, width, cache,
-            t.partial, t.attention, {});
+  for (int i = 0; i < step.num_captured; i++)
+    std::memcpy(step.queries + (int64_t(number) * step.num_captured + i) * keys, t.qkv + step.captured[i] * width,
+                keys * sizeof(float));
+  attention(p, s, part.view, part.pieces, part.num_pieces, part.merges, part.num_merges, t.qkv, width, cache, t.partial,
+            t.attention, {});
   linear(p, t.attention, n, layer.output, t.x, t.x, t.rounded);
   each_token(p, n, net.hidden, [&](int i) {
     normalise(t.x + int64_t(i) * net.hidden, layer.mlp_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
@@ -125,8 +130,7 @@ inline void run_layer(const Parallel& p, const Network& net, const Layer& layer,
 
 inline void forward(const Parallel& p, const Network& net, const Step& step, const Scratch& t) {
   for (int i = 0; i < step.tokens; i++) embed(net, step.ids[i], t.x + int64_t(i) * net.hidden);
-  for (int i = 0; i < step.num_layers; i++)
-    run_layer(p, net, net.layers[step.layers[i]], step, step.caches[step.layers[i]], t);
+  for (int i = 0; i < step.num_layers; i++) run_layer(p, net, step.layers[i], step, t);
   for (int i = 0; i < step.outputs; i++)
     normalise(t.x + step.outputs_at[i] * net.hidden, net.norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
   if (step.outputs) linear(p, t.h, step.outputs, net.head, nullptr, step.logits, t.rounded);

@@ -67,6 +67,14 @@ struct Mass {
   float* notes;       // room for NOTES floats for each row of all pieces
 };
 
+// What one layer's attention reads in a step, and the work cut from it.
+struct Part {
+  View view;
+  const Piece* pieces;
+  const Merge* merges;
+  int num_pieces, num_merges;
+};
+
 struct Layer {
   Packed qkv, output, gate_up, down;
   const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
@@ -94,14 +102,15 @@ struct Step {
   int tokens, outputs;
   const int64_t *ids, *slots, *outputs_at;
   const float *cos, *sin;  // [tokens, dim / 2]
-  const View* view;
-  const Piece* pieces;
-  const Merge* merges;
-  int num_pieces, num_merges;
+  const Part* parts;  // one for all layers, or one per layer of the network
+  int num_parts;
   const int32_t* layers;  // those to run, in order
   int num_layers;
   const Cache* caches;  // one per layer of the network
   float* logits;        // [outputs, vocab]
+  const int64_t* captured;  // [num_captured] tokens whose queries are wanted, as attention reads them
+  int num_captured;
+  float* queries;  // [layers of the network, num_captured, heads, dim]
 };
 
 struct Kernels {

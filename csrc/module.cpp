@@ -80,44 +80,63 @@ struct Weight {
   }
 };
 
-// What attention reads in a step, cut into pieces. The arrays it points to must outlive it.
+// What attention reads in a step, cut into pieces: one part for all layers, or one per layer where each reads its own
+// lists. The arrays it points to must outlive it.
 struct Plan {
   Shape shape;
-  View view;
-  std::vector<Piece> pieces;
-  std::vector<Merge> merges;
+  std::vector<Part> parts;
   int64_t partial = 0;
 
-  Plan(int heads, int kv_heads, int dim, bool kv_bf16, int rows, int lists, int width, uintptr_t pages,
+  Plan(int heads, int kv_heads, int dim, bool kv_bf16, int layers, int rows, int lists, int width, uintptr_t pages,
        uintptr_t first, uintptr_t counts, uintptr_t positions, uintptr_t starts, uintptr_t lens, uintptr_t sinks,
        uintptr_t window)
-      : shape{heads, kv_heads, dim, kv_bf16},
-        view{rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
-             at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
-             at<const int32_t>(window)} {
-    for (int row = 0; row < rows; row++) {
-      const bool few = (view.starts[row + 1] - view.starts[row]) * heads <= QUERIES;
-      const int together = lists == 1 && few ? kv_heads : 1;
-      for (int head = 0; head < kv_heads; head += together) cut(row, head, together);
+      : shape{heads, kv_heads, dim, kv_bf16}, cuts_(layers) {
+    View view{rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
+              at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
+              at<const int32_t>(window)};
+    for (Cut& cut : cuts_) {
+      cut_rows(view, cut);
+      parts.push_back({view, cut.pieces.data(), cut.merges.data(), int(cut.pieces.size()), int(cut.merges.size())});
+      const int64_t step = int64_t(rows) * lists;
+      view.pages += step * width, view.first += step * width, view.counts += step;
+      if (positions) view.positions += step * width * PAGE;
     }
   }
+  Plan(const Plan&) = delete;
 
  private:
-  void cut(int row, int head, int heads) {
+  struct Cut {
+    std::vector<Piece> pieces;
+    std::vector<Merge> merges;
+  };
+
+  void cut_rows(const View& view, Cut& cut) {
+    int64_t partial = 0;  // layers run one after the other: they share the space
+    for (int row = 0; row < view.rows; row++) {
+      const bool few = (view.starts[row + 1] - view.starts[row]) * shape.heads <= QUERIES;
+      const int together = view.lists == 1 && few ? shape.kv_heads : 1;
+      for (int head = 0; head < shape.kv_heads; head += together) cut_row(view, row, head, together, cut, partial);
+    }
+    this->partial = std::max(this->partial, partial);
+  }
+
+  void cut_row(const View& view, int row, int head, int heads, Cut& cut, int64_t& partial) {
     const int64_t list = int64_t(row) * view.lists + (view.lists == 1 ? 0 : head);
     const int group = shape.heads / shape.kv_heads, queries = view.starts[row + 1] - view.starts[row];
     for (int query = 0; query < queries * group; query += QUERIES) {
-      const int count = std::min(QUERIES, queries * group - query), start = int(pieces.size());
+      const int count = std::min(QUERIES, queries * group - query), start = int(cut.pieces.size());
       const int highest = view.lens[row] - queries + (query + count - 1) / group;
       for (int page = 0; page < view.counts[list]; page += CHUNK_PAGES) {
         if (page && !view.positions && view.first[list * view.width + page] > highest) break;
         const int pages = std::min(CHUNK_PAGES, view.counts[list] - page);
-        pieces.push_back({row, head, heads, query, count, page, pages, partial});
+        cut.pieces.push_back({row, head, heads, query, count, page, pages, partial});
         partial += int64_t(heads) * count * (shape.dim + 2);
       }
-      merges.push_back({start, int(pieces.size()) - start});
+      cut.merges.push_back({start, int(cut.pieces.size()) - start});
     }
   }
+
+  std::vector<Cut> cuts_;
 };
 
 struct Decoder {
@@ -174,21 +193,22 @@ class Runtime {
   void attention(const Plan& plan, uintptr_t q, uintptr_t cache_k, uintptr_t cache_v, uintptr_t out) {
     std::lock_guard<std::mutex> lock(mutex_);
     partial_.resize(plan.partial);
-    kernels_->attention(parallel_, plan.shape, plan.view, plan.pieces.data(), int(plan.pieces.size()),
-                        plan.merges.data(), int(plan.merges.size()), at<const float>(q),
-                        {at<void>(cache_k), at<void>(cache_v)}, partial_.data(), at<float>(out));
+    const Part& part = plan.parts[0];
+    kernels_->attention(parallel_, plan.shape, part.view, part.pieces, part.num_pieces, part.merges, part.num_merges,
+                        at<const float>(q), {at<void>(cache_k), at<void>(cache_v)}, partial_.data(), at<float>(out));
   }
 
   void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
-               const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits) {
+               const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
+               uintptr_t captured_at, uintptr_t queries) {
     std::lock_guard<std::mutex> lock(mutex_);
     caches_.clear();
     for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
-              at<const float>(cos), at<const float>(sin), &plan.view, plan.pieces.data(), plan.merges.data(),
-              int(plan.pieces.size()), int(plan.merges.size()), layers.data(), int(layers.size()), caches_.data(),
-              at<float>(logits)};
+              at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
+              int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
+              at<float>(queries)};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
@@ -249,7 +269,7 @@ NB_MODULE(_native, m) {
       "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, int type, uintptr_t scales, uintptr_t sums) {
         new (w) Weight{data, bias, n, k, type, scales, sums};
       });
-  nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, uintptr_t, uintptr_t, uintptr_t,
+  nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, int, uintptr_t, uintptr_t, uintptr_t,
                                            uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>());
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__",

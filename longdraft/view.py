@@ -3,11 +3,13 @@
 A view says which cached tokens a row can see; an ``AttnPlan`` adds the step's queries. Neither knows about requests,
 drafts or phases: prefill, decoding, drafting and verifying differ only in the numbers held here. There are three kinds
 of view and no others; each can spell itself out page by page (``expand``), which is all that the reference kernels use.
+What is chosen per head may also differ by layer: such a view has arrays with a leading layer dimension, and ``layer``
+gives the one that a layer reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,11 +23,18 @@ class KVView(Protocol):
     lens: torch.Tensor  # [B] int64: tokens of each row's sequence, the step's own included
     page_size: int
 
+    @property
+    def layered(self) -> bool:
+        """Whether each layer reads something else."""
+
+    def layer(self, i: int) -> KVView:
+        """What layer ``i`` of the network reads; the view itself where all read the same."""
+
     def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``pages [B, G', P]`` and ``positions [B, G', P * page_size]``, where G' is G, or 1 if all heads see the same.
 
         Slot ``s`` of a row's page list holds the token at ``positions[b, g, s]``, or nothing if that is ``NEVER``.
-        Every position appears at most once per head.
+        Every position appears at most once per head. Of a layered view only ``layer(i)`` can be spelled out.
         """
 
 
@@ -42,6 +51,11 @@ class TableView:
     page_size: int
     sinks: int = 0
     starts: torch.Tensor | None = None  # [B] int64; None: all tokens from 0 on
+    layered = False  # a class attribute: ranges are the same for all layers
+
+    def layer(self, i: int) -> TableView:
+        """See ``KVView``."""
+        return self
 
     def page_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages of each sequence that hold a visible token, in order: ``number [B, P]``, and whether it is used."""
@@ -76,9 +90,18 @@ class PagesView:
     """
 
     tables: torch.Tensor  # [B, P] int64, as in TableView
-    numbers: torch.Tensor  # [B, G, K] int64, each page at most once per head
+    numbers: torch.Tensor  # [B, G, K] or [L, B, G, K] int64, each page at most once per head
     lens: torch.Tensor  # [B] int64
     page_size: int
+
+    @property
+    def layered(self) -> bool:
+        """See ``KVView``."""
+        return self.numbers.dim() == 4
+
+    def layer(self, i: int) -> PagesView:
+        """See ``KVView``."""
+        return replace(self, numbers=self.numbers[i]) if self.layered else self
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KVView``."""
@@ -98,9 +121,18 @@ class CompactView:
     """
 
     tables: torch.Tensor  # [B, P] int64: pages of the small store
-    positions: torch.Tensor  # [B, G, P * page_size] int64
+    positions: torch.Tensor  # [B, G, P * page_size] or [L, B, G, P * page_size] int64
     lens: torch.Tensor  # [B] int64: tokens of the sequence, not of the copy
     page_size: int
+
+    @property
+    def layered(self) -> bool:
+        """See ``KVView``."""
+        return self.positions.dim() == 4
+
+    def layer(self, i: int) -> CompactView:
+        """See ``KVView``."""
+        return replace(self, positions=self.positions[i]) if self.layered else self
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KVView``."""
@@ -119,6 +151,11 @@ class AttnPlan:
     view: KVView
     query_starts: torch.Tensor  # [B + 1] int64
     slots: torch.Tensor  # [N] int64: page * page_size + offset where each new token's K/V go
+    end: int | None = None  # above the rotary position of every token; None: the longest row's length
+
+    def layer(self, i: int) -> AttnPlan:
+        """The plan of layer ``i``, where the view differs by layer."""
+        return replace(self, view=self.view.layer(i))
 
     @property
     def query_lens(self) -> torch.Tensor:

@@ -24,8 +24,8 @@ class PlainLayout:
         storage[slots // self.page_size, :, slots % self.page_size] = x.to(storage.dtype)
 
     def read(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The tokens at ``slots [N]`` as ``[N, G, D]``."""
-        return storage[slots // self.page_size, :, slots % self.page_size]
+        """The tokens at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
+        return storage[slots // self.page_size, _heads(slots), slots % self.page_size]
 
     # Keys and values lie alike.
     write_k = write_v = write
@@ -69,13 +69,13 @@ class BlockedLayout:
         self._values(storage)[page, :, offset // step, :, offset % step] = v.to(storage.dtype)
 
     def read_k(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The keys at ``slots [N]`` as ``[N, G, D]``."""
-        return self._keys(storage)[slots // self.page_size, :, :, slots % self.page_size].flatten(2)
+        """The keys at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
+        return self._keys(storage)[slots // self.page_size, _heads(slots), :, slots % self.page_size].flatten(2)
 
     def read_v(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The values at ``slots [N]`` as ``[N, G, D]``."""
+        """The values at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
         offset, step = slots % self.page_size, 1 + self.pairs
-        return self._values(storage)[slots // self.page_size, :, offset // step, :, offset % step]
+        return self._values(storage)[slots // self.page_size, _heads(slots), offset // step, :, offset % step]
 
     def _keys(self, storage: torch.Tensor) -> torch.Tensor:
         step = 1 + self.pairs
@@ -87,3 +87,8 @@ class BlockedLayout:
 
 
 Layout = PlainLayout | BlockedLayout
+
+
+def _heads(slots: torch.Tensor) -> torch.Tensor | slice:
+    """The index that goes with the slots' pages: all heads, or each head with its own column of slots."""
+    return slice(None) if slots.dim() == 1 else torch.arange(slots.shape[1], device=slots.device)

@@ -178,7 +178,10 @@ class NativeAttention:
 
 
 class NativePlan:
-    """A step's view in the form the kernels read: lists of pages with the positions of their first slots."""
+    """A step's view in the form the kernels read: lists of pages with the positions of their first slots.
+
+    One object serves all layers, also where each has its own lists.
+    """
 
     def __init__(self, plan: AttnPlan, heads: int, layout: BlockedLayout, spec: CallSpec) -> None:
         view = plan.view
@@ -193,14 +196,15 @@ class NativePlan:
             for x in (pages, first, counts, positions, plan.query_starts, view.lens, sinks, window)
         ]
         kind = (heads, layout.num_kv_heads, layout.head_dim, spec.kv_dtype == torch.bfloat16)
-        sizes = (len(view.lens), pages.shape[1], pages.shape[2])
+        layers = pages.shape[0] if view.layered else 1
+        sizes = (layers, len(view.lens), *pages.shape[-2:])
         self.handle = _native.Plan(*kind, *sizes, *(_address(x) for x in self.arrays))
 
 
 def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``pages [B, G', P]``, their ``first`` positions, ``counts [B, G']``, and the positions of all slots if need be.
 
-    The pages of a list come in the order of their positions, the used ones first.
+    The pages of a list come in the order of their positions, the used ones first. Layered views have a dimension more.
     """
     if isinstance(view, TableView):
         number, used = view.page_numbers()
@@ -210,11 +214,12 @@ def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor,
         number = torch.where(view.numbers < 0, FAR, view.numbers).sort(dim=-1).values
         used = number < FAR
         number = number.where(used, 0)
-        tables = view.tables[:, None].expand(-1, number.shape[1], -1)
-        return tables.gather(2, number), number * view.page_size, used.sum(dim=-1), None
+        tables = view.tables[:, None].expand(*number.shape[:-1], -1)
+        return tables.gather(-1, number), number * view.page_size, used.sum(dim=-1), None
     assert isinstance(view, CompactView)
-    pages = view.tables[:, None].expand(-1, num_kv_heads, -1)
-    positions = torch.where(view.positions == NEVER, FAR, view.positions).expand(-1, num_kv_heads, -1)
+    positions = torch.where(view.positions == NEVER, FAR, view.positions)
+    positions = positions.expand(*positions.shape[:-2], num_kv_heads, -1)
+    pages = view.tables[:, None].expand(*positions.shape[:-1], -1)
     last = (positions < FAR) * torch.arange(1, positions.shape[-1] + 1)
     return pages, torch.zeros_like(pages), -(-last.amax(dim=-1) // view.page_size), positions
 

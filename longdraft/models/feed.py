@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.capture import Capture
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
 from longdraft.view import AttnPlan, KVView, TableView
@@ -27,6 +28,7 @@ class Feed:
     tokens: Sequence[int]
     num_logits: int  # logits are wanted for so many of the last tokens
     num_first: int = 0  # and for so many of the first ones
+    shift: int = 0  # how far the tokens' positions in the text lie beyond those in the cache
 
 
 def feed(
@@ -35,10 +37,11 @@ def feed(
     feeds: Sequence[Feed],
     select: Select | None = None,
     layers: Sequence[int] | None = None,
+    capture: Capture | None = None,
 ) -> torch.Tensor:
     """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view.
 
-    Only ``layers`` run, where they are given; the caches of the others stay as they are.
+    Only ``layers`` run, where they are given; the caches of the others stay as they are. ``capture`` is filled in.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -46,15 +49,15 @@ def feed(
     for f in feeds:
         stop = f.start + len(f.tokens)
         ids.extend(f.tokens)
-        positions.extend(range(f.start, stop))
+        positions.extend(range(f.start + f.shift, stop + f.shift))
         slots.append(store.slots(f.row, f.start, stop))
         starts.append(len(ids))
         first = len(ids) - len(f.tokens)
         logits_at.extend([*range(first, first + f.num_first), *range(len(ids) - f.num_logits, len(ids))])
     view: KVView = store.view([f.row for f in feeds], [f.start + len(f.tokens) for f in feeds])
     view = select(view) if select else view
-    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device))
+    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device), max(positions) + 1)
     ids_t, positions_t, at_t = (
         torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
     )
-    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers)
+    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture)

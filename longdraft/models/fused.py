@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from longdraft.capture import Capture
 from longdraft.errors import InvalidValueError
 from longdraft.kernels import native
 from longdraft.view import AttnPlan, LayerKV
@@ -57,6 +58,7 @@ class FusedDecoder:
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,
         layers: Sequence[int] | None = None,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         """See ``Transformer.forward``."""
         steps = native.NativePlan(plan, self.heads, self.layout, self.spec)
@@ -73,6 +75,7 @@ class FusedDecoder:
             logits_at.data_ptr(),
             [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
             logits.data_ptr(),
+            *((len(capture.tokens), capture.tokens.data_ptr(), capture.queries.data_ptr()) if capture else (0, 0, 0)),
         )
         return logits
 
@@ -96,6 +99,7 @@ class Int8Twin:
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,
         layers: Sequence[int] | None = None,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         """See ``Transformer.forward``."""
-        return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers)
+        return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers, capture)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longdraft.capture import Capture
 from longdraft.errors import OutOfMemoryError
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import Layout
@@ -72,15 +73,16 @@ class Transformer:
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,  # [R] flat tokens whose next-token logits are wanted
         layers: Sequence[int] | None = None,  # those to run, in order; None: all
+        capture: Capture | None = None,  # to be filled in
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
         if self._fused is None:
-            return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers)
-        return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers)
+            return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers, capture)
+        return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers, capture)
 
     def rotary(self, positions: torch.Tensor, plan: AttnPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of a step's positions, ``[N, D/2]`` each."""
-        return self._rotary.lookup(positions, int(plan.view.lens.max()))
+        return self._rotary.lookup(positions, plan.end or int(plan.view.lens.max()))
 
     @property
     def fused(self) -> bool:
@@ -102,13 +104,18 @@ class Transformer:
         kv: Sequence[LayerKV],
         logits_at: torch.Tensor,
         layers: Sequence[int] | None = None,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         """``forward``, operation by operation: what the fused pass is compared with, and what runs without one."""
-        attention = self._attention(plan, self.layout, self.spec)
+        shared = None if plan.view.layered else self._attention(plan, self.layout, self.spec)
         rotary = self.rotary(positions, plan)
         x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
-            x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
+            attention = shared or self._attention(plan.layer(i), self.layout, self.spec)
+            q = self.layers[i].project(x, rotary, plan, kv[i], self.layout)
+            if capture:
+                capture.take_queries(i, q)
+            x = self.layers[i].mix(x, attention(q, kv[i]))
         return self.head(self.norm(x[logits_at]))
 
 
@@ -126,15 +133,15 @@ class _Layer:
         gate_up = load.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         self.mlp = GatedMLP(gate_up, load.linear(f"{name}.mlp.down_proj"))
 
-    def __call__(
+    def project(
         self,
         x: torch.Tensor,  # [N, hidden]
         rotary: tuple[torch.Tensor, torch.Tensor],
         plan: AttnPlan,
         kv: LayerKV,
-        attention: Callable[[torch.Tensor, LayerKV], torch.Tensor],
         layout: Layout,
     ) -> torch.Tensor:
+        """The tokens' queries ``[N, H, D]``; their keys and values go to the cache."""
         heads, kv_heads, dim = self.sizes
         qkv = self.qkv(self.attention_norm(x)).view(len(x), heads + 2 * kv_heads, dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -143,7 +150,11 @@ class _Layer:
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         layout.write_k(kv.k, plan.slots, k)
         layout.write_v(kv.v, plan.slots, v)
-        x = x + self.output(attention(q, kv).flatten(1))
+        return q
+
+    def mix(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """``x [N, hidden]`` with what attention read ``[N, H, D]`` and the MLP's word added."""
+        x = x + self.output(attended.flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from longdraft import SamplingParams
+from longdraft.capture import Capture
 from longdraft.config import DraftConfig
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import forced_logits
@@ -221,6 +224,93 @@ def test_a_fused_pass_equals_its_parts(family, dtype):
     assert torch.equal(fused[:20], forced_logits(model, rows[:1], 20, chunk=3))
     model._fused = None
     torch.testing.assert_close(fused, forced_logits(model, rows, 20), rtol=0, atol=1e-4 if dtype == DTYPES[0] else 0.1)
+
+
+class Layered:
+    """A step of three rows of a model, over views that differ by layer and KV head, and its captured queries."""
+
+    def __init__(self, model):
+        from longdraft.models.feed import Feed, feed
+
+        self.model, self.feed = model, feed
+        self.store = PagedStore(3, 30, model.layout, model.kv_dtype, "cpu")
+        self.rows = [[(7 * i + n) % 128 for i in range(n)] for n in (203, 70, 16)]
+        self.feeds = []
+        for b, (ids, n) in enumerate(zip(self.rows, (3, 1, 5), strict=True)):
+            assert self.store.reserve(b, 0, len(ids))
+            feed(model, self.store, [Feed(b, 0, ids[:-n], 0)])
+            self.feeds.append(Feed(b, len(ids) - n, ids[-n:], n))
+
+    def step(self, select=None, layers=None, capture=True):
+        kept = Capture(torch.tensor([0, 2, 3, 8]), torch.zeros(3, 4, 4, 16)) if capture else None
+        logits = self.feed(self.model, self.store, self.feeds, select, layers, kept)
+        return logits, kept.queries if kept else None
+
+
+def pages_by_layer(view):
+    """The pages of the queries, and one or two of the others."""
+    numbers = torch.full((3, 3, 2, 4), -1)
+    for (i, b, g), _ in np.ndenumerate(numbers[..., 0].numpy()):
+        last = (int(view.lens[b]) - 1) // 16
+        kept = {last, max(0, last - 1), (5 * i + 3 * b + 2 * g) % (last + 1), (7 * g + 3 * i) % (last + 1)}
+        numbers[i, b, g, : len(kept)] = torch.tensor(sorted(kept, reverse=i == 1))
+    return PagesView(view.tables, numbers, view.lens, 16)
+
+
+def tokens_by_layer(view):
+    """Two thirds of the tokens, other ones everywhere, and the last five."""
+    generator = torch.Generator().manual_seed(4)
+    position = torch.arange(view.tables.shape[1] * 16)
+    kept = torch.rand((3, 3, 2, len(position)), generator=generator) < 0.66
+    kept |= position >= view.lens[:, None, None] - 5
+    kept &= position < view.lens[:, None, None]
+    return CompactView(view.tables, torch.where(kept, position, NEVER), view.lens, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("select", [pages_by_layer, tokens_by_layer])
+def test_views_that_differ_by_layer(monkeypatch, select, dtype):
+    """The fused pass, the same by parts, and both torch kernels; all layers and some of them."""
+    config = tiny_config()
+    models = {}
+    for name in ("native", "parts", "torch", "ref"):
+        if name in ("torch", "ref"):
+            monkeypatch.setenv("LONGDRAFT_KERNELS", name)
+        models[name] = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=dtype)
+        assert models[name].fused is (name in ("native", "parts"))
+    models["parts"]._fused = None
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for layers in (None, [0, 2]):
+        results = {name: Layered(model).step(select, layers) for name, model in models.items()}
+        for logits, queries in results.values():
+            torch.testing.assert_close(logits, results["ref"][0], rtol=0, atol=tolerance)
+            torch.testing.assert_close(queries, results["ref"][1], rtol=0, atol=tolerance)
+        wrong = Layered(models["native"]).step(lambda v: select(v).layer(0), layers)[0]
+        assert (wrong - results["ref"][0]).abs().max() > 3 * tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_capturing_changes_no_bit_and_the_queries_are_the_tokens_own(dtype):
+    """The same queries whether a token is fed with others or alone, by the fused pass and by parts."""
+    config = tiny_config(**FAMILIES["biases and norms"])
+    model = Transformer(config, RandomWeights(config, seed=3, std=0.1), dtype=dtype)
+    logits, queries = Layered(model).step()
+    assert torch.equal(logits, Layered(model).step(capture=False)[0])
+    assert all(queries[i].abs().max() > 0.1 for i in range(3))
+    first = Layered(model)  # the first row's three tokens one after the other: tokens 0 and 2 of the step
+    f, alone = first.feeds[0], []
+    for n in range(3):
+        capture = Capture(torch.tensor([0]), torch.zeros(3, 1, 4, 16))
+        first.feed(
+            model,
+            first.store,
+            [replace(f, start=f.start + n, tokens=f.tokens[n : n + 1], num_logits=1)],
+            capture=capture,
+        )
+        alone.append(capture.queries)
+    assert torch.equal(torch.cat([alone[0], alone[2]], dim=1), queries[:, :2])
+    model._fused = None
+    torch.testing.assert_close(Layered(model).step()[1], queries, rtol=0, atol=1e-4 if dtype == DTYPES[0] else 0.1)
 
 
 def test_a_fused_pass_over_some_layers(monkeypatch):

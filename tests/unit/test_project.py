@@ -14,7 +14,7 @@ PACKAGE = ROOT / "longdraft"
 SOURCES = sorted(f for f in PACKAGE.rglob("*.py") if f.name != "__main__.py")
 # An arrow reads "is imported by": a module may import from its own layer's folder and from layers before it.
 LAYERS = [
-    {"core", "config", "sampling_params", "errors", "view", "outputs", ""},
+    {"core", "capture", "config", "sampling_params", "errors", "view", "outputs", ""},
     {"kernels"},
     {"kv"},
     {"models"},
