@@ -11,6 +11,7 @@ from pathlib import PurePath
 from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
+MAX_GAMMA = 64  # tokens proposed per verify pass
 
 
 def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:
@@ -41,8 +42,10 @@ class DraftConfig:
     path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
     each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
     them), ``budget`` is its size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at most
-    half). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output equal to
-    plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
+    half). A selection that copies what it chooses does so anew when its budget is full, and after ``refresh`` rounds at
+    the latest (0: no such limit). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is
+    ``coupled`` (output equal to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend
+    on ``gamma``).
     """
 
     weights: str = "target"
@@ -50,6 +53,7 @@ class DraftConfig:
     kv: str = "streaming_llm"
     budget: int = 512
     sinks: int = 16
+    refresh: int = 0
     gamma: int = 4
     sampling_rule: str = "coupled"
 
@@ -66,7 +70,8 @@ class DraftConfig:
             raise InvalidValueError("layers", self.layers, "must be 'all' unless the weights are the target's")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, 2**31 - 1))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, 2**31 - 1))
-        object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, 64))
+        object.__setattr__(self, "refresh", as_int("refresh", self.refresh, 0, 2**31 - 1))
+        object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, MAX_GAMMA))
         if self.sampling_rule not in SAMPLING_RULES:
             limit = f"must be one of {', '.join(SAMPLING_RULES)}"
             raise InvalidValueError("sampling_rule", self.sampling_rule, limit)

@@ -15,6 +15,7 @@ from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.core import Status, StepOutput
+from longdraft.drafts.registry import kept_tokens
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import auto_dtype, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
@@ -37,9 +38,9 @@ class LLM:
 
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
-        draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"full"``, ``"layer_skip"``,
-            ``"int8"``, ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain
-            decoding. It never changes what a request returns.
+        draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"full"``,
+            ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small model's path, a mapping of ``DraftConfig``'s fields, or
+            ``None`` for plain decoding. It never changes what a request returns.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
@@ -91,6 +92,7 @@ class LLM:
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
+        copied, observed = kept_tokens(self.draft) if self.draft else (0, 0)
         engine_config = size_engine(
             self.checkpoint.config,
             storage,
@@ -98,6 +100,8 @@ class LLM:
             target_device,
             draft=small.config if small else None,
             int8_draft=self.draft is not None and self.draft.weights == "target@int8",
+            copied=copied,
+            observed=observed,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from longdraft.capture import NOTHING, Needs, Seen
 from longdraft.core import Proposal, Sequence
 
 
@@ -28,11 +29,21 @@ class Draft(ABC):
     out some rounds catches up by itself.
     """
 
+    needs: Needs = NOTHING  # what it wants to be told of the target's passes
+    select_s: float = 0.0  # seconds spent so far on choosing what to read, a part of proposing
+
     @abstractmethod
     def propose(self, rows: Seq[DraftRow], *, sampled: bool) -> Proposal:
         """Up to ``gamma`` tokens per row, possibly none.
 
         ``sampled``: draw from an independent stream and return the distributions, as the maximal rule needs.
+        """
+
+    def observe(self, seq: Sequence, seen: Seen) -> None:  # noqa: B027 - for those that need nothing
+        """After a pass of the target: what it said, as ``needs`` asked, of tokens of ``seq`` that are final now.
+
+        Comes before ``follow`` and ``settle``; refused proposals are not in it. Chunks of a prompt give parts of what
+        was asked for, which join on to each other.
         """
 
     def follow(self, seqs: Seq[Sequence]) -> None:  # noqa: B027 - nothing to do is a choice

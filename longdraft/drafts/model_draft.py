@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
@@ -49,4 +50,4 @@ class ModelDraft(Draft):
 
 
 def _next(last: Feed, token: int) -> Feed:
-    return Feed(last.row, last.start + len(last.tokens), [token], 1)
+    return replace(last, start=last.start + len(last.tokens), tokens=[token])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
+from longdraft.drafts.copy_spec import CopySpec, copied_tokens
 from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.ngram import NGram
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.errors import InvalidValueError
-from longdraft.kv.select.base import Selector
+from longdraft.kv.select.base import Selector, TokenSelector, ViewSelector
 from longdraft.kv.select.full import Full
+from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import StreamingLLM
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
@@ -20,7 +23,10 @@ from longdraft.models.transformer import Transformer
 SELECTORS: dict[str, type[Selector]] = {
     "streaming_llm": StreamingLLM,
     "full": Full,
+    "snapkv": SnapKV,
 }
+# Those that small models with caches of their own can use, too.
+VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
 # Drafts that need nothing but the target, by the names that users may say for short.
 NAMED: dict[str, DraftConfig] = {
     **{name: DraftConfig(kv=name) for name in SELECTORS},
@@ -37,13 +43,30 @@ def check(config: DraftConfig) -> DraftConfig:
     """``config``, if every name in it is known; ``InvalidValueError`` otherwise."""
     if config.kv not in SELECTORS:
         raise InvalidValueError("kv", config.kv, f"must be one of {', '.join(SELECTORS)}")
+    if config.own_model and config.kv not in VIEW_SELECTORS:
+        limit = f"must be one of {', '.join(VIEW_SELECTORS)} for a small model, which has a cache of its own"
+        raise InvalidValueError("kv", config.kv, limit)
     return config
 
 
+def kept_tokens(config: DraftConfig) -> tuple[int, int]:
+    """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory."""
+    selector = _selector(config)
+    if config.weights not in TARGETS or not isinstance(selector, TokenSelector):
+        return 0, 0
+    return copied_tokens(selector), selector.needs.queries
+
+
 def make(
-    config: DraftConfig, model: Transformer, store: PagedStore, small: Mapping[str, DraftModel] = NO_MODELS
+    config: DraftConfig,
+    model: Transformer,
+    store: PagedStore,
+    small: Mapping[str, DraftModel] = NO_MODELS,
+    max_rows: int = 256,
 ) -> Draft:
     """The draft that ``config`` describes, for a target and its store; ``small`` are the models loaded beside it.
+
+    ``max_rows``: sequences that may run at once.
 
     Raises ``InvalidValueError`` for what does not exist.
     """
@@ -53,7 +76,10 @@ def make(
     reader = selector(config)
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
-        return SelfSpec(model, store, reader, choose_layers(config.layers, model.config.num_layers))
+        layers = choose_layers(config.layers, model.config.num_layers)
+        if isinstance(reader, TokenSelector):
+            return CopySpec(model, store, reader, layers, max_rows)
+        return SelfSpec(model, store, reader, layers)
     if config.weights not in small:
         loaded = ", ".join(small) or "none was"
         limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
@@ -62,6 +88,7 @@ def make(
 
 
 def selector(config: DraftConfig) -> Selector:
-    """What the draft reads of a cache."""
+    """The selection by name, with those of the config's settings that it has."""
     kind = SELECTORS[config.kv]
-    return kind(config.budget, config.sinks) if kind is StreamingLLM else kind(config.budget)
+    names = {field.name for field in fields(kind)} & {"budget", "sinks", "refresh"}
+    return kind(**{name: getattr(config, name) for name in names})

@@ -13,7 +13,7 @@ import torch
 
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.model_draft import ModelDraft
-from longdraft.kv.select.base import Selector
+from longdraft.kv.select.base import ViewSelector
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
@@ -23,7 +23,7 @@ class SelfSpec(ModelDraft):
     """The target's weights, all layers or some of them, over ``selector``'s view of the target's pages."""
 
     def __init__(
-        self, model: Transformer, store: PagedStore, selector: Selector, layers: tuple[int, ...] | None = None
+        self, model: Transformer, store: PagedStore, selector: ViewSelector, layers: tuple[int, ...] | None = None
     ) -> None:
         self.model, self.store, self.selector, self.layers = model, store, selector, layers
 

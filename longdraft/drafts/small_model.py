@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from longdraft.core import Proposal, Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.model_draft import ModelDraft
-from longdraft.kv.select.base import Selector
+from longdraft.kv.select.base import ViewSelector
 from longdraft.kv.select.full import Full
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
@@ -61,7 +61,7 @@ class _State:
 class SmallModel(ModelDraft):
     """Drafts by a ``DraftModel`` over ``selector``'s view of its own cache, which a prompt fills at full attention."""
 
-    def __init__(self, draft: DraftModel, selector: Selector, vocab_size: int) -> None:
+    def __init__(self, draft: DraftModel, selector: ViewSelector, vocab_size: int) -> None:
         self.draft, self.selector, self.vocab_size = draft, selector, vocab_size
         self._states: dict[int, _State] = {}  # by sequence id
 

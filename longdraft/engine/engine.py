@@ -44,7 +44,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
         small = {name: DraftModel(m, config.num_pages) for name, m in (draft_models or {}).items()}
-        self.runner = Runner(model, self.store, small)
+        self.runner = Runner(model, self.store, small, config.max_num_seqs)
         self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release)
         self.stats = EngineStats()
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
@@ -144,6 +144,7 @@ class Engine:
         finally:
             if self.model.device.type == "cuda":  # a chunk that wants no logits would be charged to the next step
                 torch.cuda.synchronize(self.model.device)
+            stats.select_s = self.runner.select_s
             stats.record(batch, time.perf_counter() - started, drafted_s)
         if not batch.prefill:
             stats.decode_tokens += sum(len(output.tokens) for output in outputs)

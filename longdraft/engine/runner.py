@@ -10,11 +10,13 @@ from itertools import takewhile
 
 import torch
 
+from longdraft.capture import NOTHING
 from longdraft.config import DraftConfig
 from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import make
 from longdraft.drafts.small_model import DraftModel
+from longdraft.engine.observe import Observation
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
@@ -23,10 +25,17 @@ from longdraft.models.transformer import Transformer
 class Runner:
     """Runs batches of one model over one store, and the drafts that its sequences ask for."""
 
-    def __init__(self, model: Transformer, store: PagedStore, small: Mapping[str, DraftModel] | None = None) -> None:
-        """``small``: models loaded to draft for ``model``, by name."""
-        self.model, self.store, self.small = model, store, dict(small or {})
+    def __init__(
+        self,
+        model: Transformer,
+        store: PagedStore,
+        small: Mapping[str, DraftModel] | None = None,
+        max_rows: int = 256,
+    ) -> None:
+        """``small``: models loaded to draft for ``model``, by name; ``max_rows``: sequences that may run at once."""
+        self.model, self.store, self.small, self.max_rows = model, store, dict(small or {}), max_rows
         self._drafts: dict[DraftConfig, Draft] = {}
+        self._observation: Observation | None = None  # of the pass that is not followed up yet
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
         """The batch with proposals for the rows that have a draft and room, one group per draft and rule.
@@ -49,6 +58,11 @@ class Runner:
             log_q |= _by_row(proposal, [rows[i] for i in members])
         return replace(batch, rows=rows), log_q
 
+    @property
+    def select_s(self) -> float:
+        """Seconds that all drafts have spent on choosing what to read."""
+        return sum(draft.select_s for draft in self._drafts.values())
+
     def check(self, config: DraftConfig) -> DraftConfig:
         """``config``, if such a draft can be made here; ``InvalidValueError`` otherwise."""
         self.draft(config)
@@ -58,7 +72,7 @@ class Runner:
         """The draft object of a config, made when first asked for; γ and the rule are the rows' business."""
         key = _key(config)
         if key not in self._drafts:
-            self._drafts[key] = make(key, self.model, self.store, self.small)
+            self._drafts[key] = make(key, self.model, self.store, self.small, self.max_rows)
         return self._drafts[key]
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -66,16 +80,22 @@ class Runner:
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
-        return feed(self.model, self.store, feeds)
+        needs = [self.draft(row.seq.draft).needs if row.seq.draft else NOTHING for row in batch.rows]
+        self._observation = observation = Observation(self.model, batch.rows, needs)
+        return feed(self.model, self.store, feeds, capture=observation.capture)
 
     def follow(self, batch: Batch) -> None:
         """After a step has been committed: let the drafts of its sequences take in, or give up, what is final now."""
         groups: dict[DraftConfig, list[Sequence]] = defaultdict(list)
+        observation, self._observation = self._observation, None
         for row in batch.rows:
             if row.seq.draft and row.seq.status is Status.RUNNING:
                 groups[_key(row.seq.draft)].append(row.seq)
         for config, seqs in groups.items():
             draft = self.draft(config)
+            for seq in seqs:
+                if observation and (seen := observation.of(seq)):
+                    draft.observe(seq, seen)
             draft.follow(seqs) if batch.prefill else draft.settle(seqs)
 
     def fork(self, source: Sequence, child: Sequence) -> None:

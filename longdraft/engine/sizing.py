@@ -61,6 +61,8 @@ def size_engine(
     *,
     draft: ModelConfig | None = None,
     int8_draft: bool = False,
+    copied: int = 0,
+    observed: int = 0,
     max_model_len: int | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -72,7 +74,8 @@ def size_engine(
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
     A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do the 8-bit
-    copies of an ``int8_draft``.
+    copies of an ``int8_draft``, and what a draft keeps of each sequence: copies of ``copied`` tokens' K and V, and the
+    queries of ``observed`` tokens.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
@@ -89,7 +92,9 @@ def size_engine(
         fix = f"One page alone takes {page_bytes} bytes."
         memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
     pages_for_one = -(-length // block_size)
-    num_pages = min(memory // page_bytes, max_num_seqs * pages_for_one)
+    kept = copied * kv_bytes_per_token(config, kv_dtype), observed * query_bytes_per_token(config)
+    fitting = pages_beside(memory, page_bytes, max_num_seqs * sum(kept), block_size * query_bytes_per_token(config))
+    num_pages = min(fitting if copied else memory // page_bytes, max_num_seqs * pages_for_one)
     if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(
             f"A context of {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, but the cache has "
@@ -97,6 +102,15 @@ def size_engine(
             "kv_cache_memory_bytes."
         )
     return EngineConfig(length, num_pages, max_num_seqs, max_num_batched_tokens, block_size, seed)
+
+
+def pages_beside(memory: int, page_bytes: int, kept: int, queries_per_page: int) -> int:
+    """Pages for which there is room in ``memory`` beside copies and queries that drafts keep of running sequences.
+
+    These take ``kept`` bytes at most; nor do they take more than the pages that the sequences themselves hold, each
+    copied as a whole and with the queries of its tokens.
+    """
+    return max((memory - kept) // page_bytes, memory // (2 * page_bytes + queries_per_page))
 
 
 def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
@@ -128,6 +142,11 @@ def context_limit(config: ModelConfig, max_model_len: int | None) -> int:
 def kv_bytes_per_token(config: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Bytes of K and V that one token takes over all layers."""
     return config.num_layers * config.kv_elements_per_layer * kv_dtype.itemsize
+
+
+def query_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes of the queries of one token over all layers, as they are handed to drafts."""
+    return config.num_layers * config.num_heads * config.head_dim * torch.float32.itemsize
 
 
 def free_memory(device: torch.device) -> int:

@@ -15,6 +15,7 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0  # the part of decode_s spent on proposing
+    select_s: float = 0.0  # the part of draft_s spent on choosing what drafts read
     draft_prefill_s: float = 0.0  # the part of prefill_s in which drafts took in prompts
     prefill_tokens: int = 0  # prompt tokens fed, recomputation included
     decode_tokens: int = 0  # tokens that decode steps returned

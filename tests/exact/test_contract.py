@@ -29,6 +29,8 @@ GAMMAS = range(1, 9)
 DRAFTS = {
     "streaming": DraftConfig(kv="streaming_llm", budget=16, sinks=4),
     "full": DraftConfig(kv="full"),
+    "snapkv": DraftConfig(kv="snapkv", budget=24),
+    "snapkv-first:2": DraftConfig(kv="snapkv", budget=40, layers="first:2", refresh=2),
     "every:2": DraftConfig(layers="every:2", budget=16, sinks=4),
     "first:2": DraftConfig(layers="first:2", kv="full"),
     "ngram": DraftConfig(weights="ngram"),
@@ -115,6 +117,9 @@ def check_nothing_left(engine):
         assert store.num_free_pages == store.num_pages
     for draft in engine.runner._drafts.values():
         assert not getattr(draft, "_states", None)
+        if copies := getattr(draft, "copies", None):
+            copies.store.check_integrity()
+            assert copies.store.num_free_pages == copies.store.num_pages
 
 
 def summary(seq):

@@ -16,7 +16,7 @@ from longdraft.config import DraftConfig, EngineConfig
 from longdraft.core import Place, Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.layer_skip import choose_layers
-from longdraft.drafts.registry import SELECTORS, make
+from longdraft.drafts.registry import VIEW_SELECTORS, make
 from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.engine import sizing
 from longdraft.engine.engine import Engine
@@ -561,7 +561,7 @@ def test_after_any_refusal_the_draft_is_as_good_as_new(tiny, noisy, params):
     assert second > first - 0.15
 
 
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 def test_random_traffic_with_small_models(tiny, plain, noisy, kv):
     """Join, leave, abort, preempt and fork with three drafts over two models, short of pages: output stays plain."""
     configs = [
@@ -670,7 +670,7 @@ def test_a_whole_cache_ends_at_the_range(tiny, plain, short, monkeypatch, gamma)
 
 
 @pytest.mark.parametrize("prompt", [29, 31, 32, 33, 40, 100, 230])
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 def test_prompts_around_and_beyond_the_range(tiny, plain, short, monkeypatch, kv, prompt):
     draft = replace(STREAMING, kv=kv)
     seq, sizes = run_short(tiny, plain, short, monkeypatch, draft, prompt, 24)
@@ -682,7 +682,7 @@ def test_prompts_around_and_beyond_the_range(tiny, plain, short, monkeypatch, kv
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 def test_ranges_of_a_few_tokens(tiny, plain, kv, size):
     for prompt in (PROMPT, [5]):
         models = {"small": model_of(max_position_embeddings=size)}
@@ -785,7 +785,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("params", [greedy(30), SamplingParams(seed=3, max_tokens=30)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rule", ["coupled", "maximal"])
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 def test_an_id_that_the_target_lacks_is_never_proposed(tiny, tokenizer, kv, rule, params):
     """Case O18: a draft of 136 rows that is sure of row 130."""
     draft_model = raise_ids(model_of(2, num_layers=1, vocab_size=136), {130: 1e4})
@@ -806,7 +806,7 @@ def test_an_id_that_the_target_lacks_is_never_proposed(tiny, tokenizer, kv, rule
 def test_drafts_with_any_number_of_rows(tiny, tokenizer, rows, rule):
     draft_model = model_of(2, num_layers=1, vocab_size=rows)
     requests = requests_of("ragged", {"temperature": 0 if rule == "maximal" else 1}, rows)
-    for kv in SELECTORS:
+    for kv in VIEW_SELECTORS:
         drafts = [replace(STREAMING, kv=kv, sampling_rule=rule)] * len(requests)
         seqs = run_requests(tiny, {"small": draft_model}, requests, drafts, tokenizer=tokenizer)
         assert tokens_of(seqs) == tokens_of(outputs(tiny, requests))
@@ -814,7 +814,7 @@ def test_drafts_with_any_number_of_rows(tiny, tokenizer, rows, rule):
 
 
 @pytest.mark.parametrize("params", [greedy(30), SamplingParams(seed=3, max_tokens=30)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 def test_a_token_that_the_draft_lacks(tokenizer, kv, params):
     """Case O18: the target likes its row 125, of which neither the draft nor the tokenizer knows."""
     target = raise_ids(model_of(), {125: 6.0})
@@ -1045,7 +1045,7 @@ def test_layers_are_the_targets_business():
 SKIPS = ("every:1", "every:2", "every:3", "first:1", "first:2", "first:3")
 
 
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 @pytest.mark.parametrize("layers", SKIPS)
 def test_output_is_plain_whatever_layers_run(tiny, layers, kv):
     for shape, sampling in (("ragged", SAMPLING[0]), ("short", SAMPLING[1]), ("equal", SAMPLING[3])):
@@ -1058,7 +1058,7 @@ def test_output_is_plain_whatever_layers_run(tiny, layers, kv):
             assert accepted(seqs) == drafted(seqs)
 
 
-@pytest.mark.parametrize("kv", SELECTORS)
+@pytest.mark.parametrize("kv", VIEW_SELECTORS)
 @pytest.mark.parametrize("layers", ("all", *SKIPS))
 def test_only_the_chosen_layers_are_written(tiny, layers, kv):
     """And of them only the slots reserved for the step: the newest token's and those of all proposals but the last."""

@@ -24,6 +24,24 @@ def test_pages_fill_the_memory_but_never_more_than_can_be_used():
     assert size(memory=2**40).num_pages == 256 * 16
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 40, 256])
+def test_what_drafts_keep_of_each_sequence_counts(max_num_seqs):
+    """Copies of 96 tokens and 32 queries each: as many sequences as may run, and as their own pages allow."""
+    config, memory = tiny_config(), 3_000_000
+    kv, query = 2 * 3 * 2 * 16 * 4, 3 * 4 * 16 * 4
+    sizes = SIZES | {"max_num_seqs": max_num_seqs, "max_model_len": None, "kv_cache_memory_bytes": memory}
+    types = (config, torch.float32, torch.float32, torch.device("cpu"))
+    plain = sizing.size_engine(*types, **sizes).num_pages
+    pages = sizing.size_engine(*types, **sizes, copied=96, observed=32).num_pages
+
+    def needed(pages):
+        return pages * 16 * kv + min(max_num_seqs * (96 * kv + 32 * query), pages * 16 * (kv + query))
+
+    assert needed(pages) <= memory
+    assert needed(pages + 1) > memory or pages == plain == max_num_seqs * 16
+    assert pages <= plain
+
+
 def test_a_context_that_was_asked_for_must_fit():
     with pytest.raises(KVCapacityError, match="256 tokens.*kv_cache_memory_bytes"):
         size(max_model_len=256, memory=100_000)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longdraft.kv.select.base import Selector
+from longdraft.kv.select.base import ViewSelector
 from longdraft.view import TableView
 
 
 @dataclass(frozen=True)
-class Full(Selector):
+class Full(ViewSelector):
     """Every token, whatever the budget."""
 
     def select(self, view: TableView) -> TableView:
-        """See ``Selector``."""
+        """See ``ViewSelector``."""
         return view
 
     def tokens_read(self, length: int) -> int:

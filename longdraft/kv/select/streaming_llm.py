@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.kv.select.base import Selector
+from longdraft.kv.select.base import ViewSelector
 from longdraft.view import TableView
 
 
@@ -20,8 +20,14 @@ def window_start(lens: torch.Tensor, budget: int, sinks: int) -> torch.Tensor:
     return (lens - (budget - sinks)).clamp(min=sinks)
 
 
+def first_and_last(length: int, count: int, sinks: int = 16) -> torch.Tensor:
+    """``count`` of ``length`` positions, ascending: the first few (at most half), and the last ones."""
+    sinks = min(sinks, count // 2)
+    return torch.cat([torch.arange(sinks), torch.arange(length - (count - sinks), length)])
+
+
 @dataclass(frozen=True)
-class StreamingLLM(Selector):
+class StreamingLLM(ViewSelector):
     """Tokens ``[0, sinks) ∪ [start, len)`` with ``sinks + (len − start) = budget`` once a row is longer than that.
 
     Sinks take at most half of the budget.
@@ -33,6 +39,6 @@ class StreamingLLM(Selector):
         object.__setattr__(self, "sinks", min(self.sinks, self.budget // 2))
 
     def select(self, view: TableView) -> TableView:
-        """See ``Selector``."""
+        """See ``ViewSelector``."""
         starts = window_start(view.lens, self.budget, self.sinks)
         return replace(view, sinks=self.sinks, starts=starts.minimum(view.lens))

@@ -1,0 +1,41 @@
+"""What one pass captures for the drafts of its rows, and which part of it belongs to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from longdraft.capture import Capture, Needs, Seen
+from longdraft.core import Row, Sequence
+from longdraft.models.transformer import Transformer
+
+
+class Observation:
+    """Made before a pass, which fills in ``capture`` (``None`` if nobody needs anything); read after the commit."""
+
+    def __init__(self, model: Transformer, rows: Seq[Row], needs: Seq[Needs]) -> None:
+        """``needs``: those of each row's draft."""
+        self._parts: dict[int, tuple[int, int]] = {}  # by sequence id: number of its first captured token, its position
+        tokens: list[int] = []
+        stop = 0
+        for row, need in zip(rows, needs, strict=True):
+            start, n = row.seq.num_committed, len(row.tokens)
+            stop += n
+            # In the middle of a prompt nothing but what its last tokens will be; of proposals any may turn out final.
+            first = max(start, len(row.seq.ids) - need.tokens)
+            if need.tokens and first < start + n:
+                self._parts[row.seq.id] = len(tokens), first
+                tokens.extend(range(stop - (start + n - first), stop))
+        self.capture: Capture | None = None
+        if tokens:
+            config, device = model.config, model.device
+            size = (config.num_layers, len(tokens), config.num_heads, config.head_dim)
+            self.capture = Capture(torch.tensor(tokens, device=device), torch.empty(size, device=device))
+
+    def of(self, seq: Sequence) -> Seen | None:
+        """What was captured of the sequence's tokens that are final by now; ``None`` if nothing was."""
+        if self.capture is None or seq.id not in self._parts:
+            return None
+        number, position = self._parts[seq.id]
+        return self.capture.part(number, number + seq.num_committed - position, position)

@@ -1,0 +1,105 @@
+"""Copies of chosen tokens of another store's rows, with a growing tail. Owns the small store that they lie in.
+
+    slots of a copy    0 ......... size | size ................................................
+    hold               chosen tokens    | tail: the tokens from position ``start`` on
+                       other ones for   |   [start, known) copied from the source as they become final,
+                       each layer, head |   the rest a draft's own, tentative ones
+
+Keys carry their rotary positions, and all that is chosen lies before the tail; so a row of copies is read as any short
+row is, by its slots alone: every kernel serves it, and one plan serves all layers, whatever was chosen in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.kv.store import PagedStore
+
+
+@dataclass
+class Copy:
+    """What the copies of one row are; see the module's picture. Any number of chosen tokens, the same for all heads."""
+
+    size: int
+    start: int
+    known: int
+
+    def place(self, position: int) -> int:
+        """Where the token at ``position``, one of the tail, lies in the copy."""
+        return self.size + position - self.start
+
+
+class Copies:
+    """Rows of ``source`` in a store of ``num_pages`` pages with the same layout, by the ids that they have there."""
+
+    def __init__(self, source: PagedStore, num_pages: int) -> None:
+        self.source = source
+        self.store = PagedStore(len(source.layers), num_pages, source.layout, source.k.dtype, source.k.device)
+        self._rows: dict[int, Copy] = {}
+
+    def get(self, row: int) -> Copy | None:
+        """The copy of a row, if there is one."""
+        return self._rows.get(row)
+
+    def open(self, row: int, size: int, length: int, room: int) -> bool:
+        """Begin a copy of a row of ``length`` tokens anew; ``False``, and no copy, if pages for it are lacking.
+
+        ``size`` tokens must be filled in; ``room`` more can be reserved at once.
+        """
+        self.free(row)
+        if not self.store.reserve(row, 0, size + room):
+            return False
+        self._rows[row] = Copy(size, length, length)
+        return True
+
+    def fill(self, row: int, chosen: torch.Tensor) -> None:
+        """Copy the tokens at positions ``chosen [L, G, size]``, all below the length that the copy was opened with."""
+        copy = self._rows[row]
+        if copy.size:
+            slots = self.source.slots(row, 0, copy.start)[chosen.cpu()]
+            self._move(slots.transpose(1, 2), self.store.slots(row, 0, copy.size))
+
+    def reserve(self, row: int, length: int, extra: int) -> bool:
+        """Room for the row's tail up to ``length`` and ``extra`` tokens beyond; ``False`` if pages are lacking."""
+        copy = self._rows[row]
+        return self.store.reserve(row, copy.place(copy.known), length - copy.known + extra)
+
+    def catch_up(self, lengths: Mapping[int, int]) -> None:
+        """Copy what each row has gained up to its ``length``, over whatever lies in its tail; room is reserved."""
+        behind = {row: length for row, length in lengths.items() if length > self._rows[row].known}
+        if not behind:
+            return
+        sources, targets = [], []
+        for row, length in behind.items():
+            copy = self._rows[row]
+            sources.append(self.source.slots(row, copy.known, length))
+            targets.append(self.store.slots(row, copy.place(copy.known), copy.place(length)))
+            copy.known = length
+        self._move(torch.cat(sources).expand(len(self.source.layers), -1), torch.cat(targets))
+
+    def settle(self, row: int) -> None:
+        """Give back the pages of a row that hold tentative tokens only."""
+        if copy := self._rows.get(row):
+            self.store.truncate(row, copy.place(copy.known))
+
+    def free(self, row: int) -> None:
+        """Forget a row; one without a copy is fine."""
+        if self._rows.pop(row, None):
+            self.store.free(row)
+
+    def _move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """``sources``: slots ``[L, n]``, or ``[L, n, G]`` by head, to ``targets [n]`` of every layer, in two copies."""
+        layout, device = self.source.layout, self.source.k.device
+        number = torch.arange(len(self.source.layers))
+        step = number * layout.page_size  # all layers of a store, seen as one
+        sources = sources + (step * self.source.num_pages).view(-1, *[1] * (sources.dim() - 1))
+        targets = targets + (step * self.store.num_pages)[:, None]
+        sources, targets = sources.flatten(0, 1).to(device), targets.flatten().to(device)
+        from_k, from_v, to_k, to_v = (
+            x.flatten(0, 1) for x in (self.source.k, self.source.v, self.store.k, self.store.v)
+        )
+        layout.write_k(to_k, targets, layout.read_k(from_k, sources))
+        layout.write_v(to_v, targets, layout.read_v(from_v, sources))
