@@ -6,9 +6,14 @@ Each kind is one field of all three records. Other kinds have their place here: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from longdraft.view import LayerKV
+
+Attention = Callable[[torch.Tensor, LayerKV], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,14 @@ class Capture:
     tokens: torch.Tensor  # [n] int64, on the model's device
     queries: torch.Tensor  # [L, n, H, D] float32
 
-    def take_queries(self, layer: int, q: torch.Tensor) -> None:
-        """Note the queries of one layer, ``[N, H, D]`` for all tokens of the pass."""
-        self.queries[layer] = q[self.tokens]
+    def noting_queries(self, layer: int, attention: Attention) -> Attention:
+        """``attention`` of one layer, which notes the queries ``[N, H, D]`` that it is called with."""
+
+        def noting(q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+            self.queries[layer] = q[self.tokens]
+            return attention(q, kv)
+
+        return noting
 
     def part(self, start: int, stop: int, position: int) -> Seen:
         """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``."""

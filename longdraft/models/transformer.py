@@ -112,10 +112,8 @@ class Transformer:
         x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             attention = shared or self._attention(plan.layer(i), self.layout, self.spec)
-            q = self.layers[i].project(x, rotary, plan, kv[i], self.layout)
-            if capture:
-                capture.take_queries(i, q)
-            x = self.layers[i].mix(x, attention(q, kv[i]))
+            attention = capture.noting_queries(i, attention) if capture else attention
+            x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
         return self.head(self.norm(x[logits_at]))
 
 
@@ -133,15 +131,15 @@ class _Layer:
         gate_up = load.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         self.mlp = GatedMLP(gate_up, load.linear(f"{name}.mlp.down_proj"))
 
-    def project(
+    def __call__(
         self,
         x: torch.Tensor,  # [N, hidden]
         rotary: tuple[torch.Tensor, torch.Tensor],
         plan: AttnPlan,
         kv: LayerKV,
+        attention: Callable[[torch.Tensor, LayerKV], torch.Tensor],
         layout: Layout,
     ) -> torch.Tensor:
-        """The tokens' queries ``[N, H, D]``; their keys and values go to the cache."""
         heads, kv_heads, dim = self.sizes
         qkv = self.qkv(self.attention_norm(x)).view(len(x), heads + 2 * kv_heads, dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -150,11 +148,7 @@ class _Layer:
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         layout.write_k(kv.k, plan.slots, k)
         layout.write_v(kv.v, plan.slots, v)
-        return q
-
-    def mix(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """``x [N, hidden]`` with what attention read ``[N, H, D]`` and the MLP's word added."""
-        x = x + self.output(attended.flatten(1))
+        x = x + self.output(attention(q, kv).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 
 
