@@ -25,9 +25,6 @@ struct State {
   int position[QUERIES];
 };
 
-// What a row of a piece notes for the masses of its pages: sums of weights, and each tile's maximum.
-constexpr int NOTES = CHUNK_PAGES + CHUNK_PAGES / TILE;
-
 template <class T>
 class Worker {
  public:
@@ -309,15 +306,15 @@ inline bool noted(const Shape& shape, const View& view, const Piece& piece, cons
   return false;
 }
 
-inline void attention(const Parallel& p, const Shape& shape, const View& view, const Piece* pieces, int num_pieces,
-                      const Merge* merges, int num_merges, const float* q, int stride, const Cache& cache,
-                      float* partial, float* out, const Mass& mass) {
+inline void attention(const Parallel& p, const Shape& shape, const Part& part, const float* q, int stride,
+                      const Cache& cache, float* partial, float* out, const Mass& mass) {
+  const View& view = part.view;
   int taken = 0;
   const auto take = [&] {
     const int i = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-    return i < num_pieces ? pieces + i : nullptr;
+    return i < part.num_pieces ? part.pieces + i : nullptr;
   };
-  parallel(p, min(p.threads, num_pieces), [&](int) {
+  parallel(p, min(p.threads, part.num_pieces), [&](int) {
     const Piece* next;
     for (const Piece* piece = take(); piece; piece = next) {
       next = take();  // known before its turn, so that its first tile is fetched in time
@@ -329,7 +326,7 @@ inline void attention(const Parallel& p, const Shape& shape, const View& view, c
         Worker<Float>(shape, view, *piece, next, cache, notes).run(q, stride, partial + piece->partial);
     }
   });
-  parallel(p, num_merges, [&](int i) { merge(shape, view, pieces, merges[i], partial, out, mass); });
+  parallel(p, part.num_merges, [&](int i) { merge(shape, view, part.pieces, part.merges[i], partial, out, mass); });
 }
 
 // K and V of new tokens, `stride` floats apart, into their slots.

@@ -113,11 +113,12 @@ inline void run_layer(const Parallel& p, const Network& net, int number, const S
     turn(net, layer, step, i, row);
     write(s, row + keys, row + values, step.slots + i, 1, 0, cache);
   });
-  for (int i = 0; i < step.num_captured; i++)
+  for (int i = 0; step.queries && i < step.num_captured; i++)
     std::memcpy(step.queries + (int64_t(number) * step.num_captured + i) * keys, t.qkv + step.captured[i] * width,
                 keys * sizeof(float));
-  attention(p, s, part.view, part.pieces, part.num_pieces, part.merges, part.num_merges, t.qkv, width, cache, t.partial,
-            t.attention, {});
+  Mass mass = step.mass;
+  if (mass.out) mass.out += int64_t(number) * step.num_captured * s.kv_heads * part.view.width;
+  attention(p, s, part, t.qkv, width, cache, t.partial, t.attention, mass);
   linear(p, t.attention, n, layer.output, t.x, t.x, t.rounded);
   each_token(p, n, net.hidden, [&](int i) {
     normalise(t.x + int64_t(i) * net.hidden, layer.mlp_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);

@@ -22,9 +22,9 @@ void read(const Parallel& p, const void* data, int64_t bytes, float* out) {
   });
 }
 
-void attend(const Parallel& p, const Shape& shape, const View& view, const Piece* pieces, int num_pieces,
-            const Merge* merges, int num_merges, const float* q, const Cache& cache, float* partial, float* out) {
-  attention(p, shape, view, pieces, num_pieces, merges, num_merges, q, shape.heads * shape.dim, cache, partial, out, {});
+void attend(const Parallel& p, const Shape& shape, const Part& part, const float* q, const Cache& cache, float* partial,
+            float* out, const Mass& mass) {
+  attention(p, shape, part, q, shape.heads * shape.dim, cache, partial, out, mass);
 }
 
 }  // namespace

@@ -108,9 +108,10 @@ struct Step {
   int num_layers;
   const Cache* caches;  // one per layer of the network
   float* logits;        // [outputs, vocab]
-  const int64_t* captured;  // [num_captured] tokens whose queries are wanted, as attention reads them
+  const int64_t* captured;  // [num_captured] tokens of which more is wanted
   int num_captured;
-  float* queries;  // [layers of the network, num_captured, heads, dim]
+  float* queries;  // [layers of the network, num_captured, heads, dim], as attention reads them; or null
+  Mass mass;       // `out` is that of the network's first layer; the others' follow
 };
 
 struct Kernels {
@@ -118,8 +119,8 @@ struct Kernels {
   void (*pack)(const float* weight, const Packed& out);
   void (*linear)(const Parallel&, const float* x, int m, const Packed&, const float* residual, float* y, uint16_t* tmp);
   void (*write)(const Shape&, const float* k, const float* v, const int64_t* slots, int n, int stride, const Cache&);
-  void (*attention)(const Parallel&, const Shape&, const View&, const Piece*, int, const Merge*, int, const float* q,
-                    const Cache&, float* partial, float* out);
+  void (*attention)(const Parallel&, const Shape&, const Part&, const float* q, const Cache&, float* partial, float* out,
+                    const Mass&);
   void (*forward)(const Parallel&, const Network&, const Step&, const Scratch&);
   void (*draw)(const Parallel&, const float* logits, int rows, int n, const double* temperatures, const int64_t* seeds,
                const int64_t* positions, int role, int64_t* tokens);
@@ -128,6 +129,9 @@ struct Kernels {
 
 constexpr int PAGE = 16;         // tokens
 constexpr int CHUNK_PAGES = 64;  // borders of partial results, in pages from the start of a list
+constexpr int TILE = 4;          // pages that are worked on together
 constexpr int QUERIES = 64;      // most queries (times heads) of one piece
+// What a row of a piece notes for the masses of its pages: sums of weights, and each tile's maximum.
+constexpr int NOTES = CHUNK_PAGES + CHUNK_PAGES / TILE;
 
 }  // namespace longdraft

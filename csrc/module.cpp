@@ -123,8 +123,10 @@ struct Plan {
   void cut_row(const View& view, int row, int head, int heads, Cut& cut, int64_t& partial) {
     const int64_t list = int64_t(row) * view.lists + (view.lists == 1 ? 0 : head);
     const int group = shape.heads / shape.kv_heads, queries = view.starts[row + 1] - view.starts[row];
-    for (int query = 0; query < queries * group; query += QUERIES) {
-      const int count = std::min(QUERIES, queries * group - query), start = int(cut.pieces.size());
+    // A token's heads stay together, as their masses are added up.
+    const int most = group > QUERIES ? QUERIES : QUERIES / group * group;
+    for (int query = 0; query < queries * group; query += most) {
+      const int count = std::min(most, queries * group - query), start = int(cut.pieces.size());
       const int highest = view.lens[row] - queries + (query + count - 1) / group;
       for (int page = 0; page < view.counts[list]; page += CHUNK_PAGES) {
         if (page && !view.positions && view.first[list * view.width + page] > highest) break;
@@ -190,25 +192,25 @@ class Runtime {
                     plan.shape.kv_heads * plan.shape.dim, {at<void>(cache_k), at<void>(cache_v)});
   }
 
-  void attention(const Plan& plan, uintptr_t q, uintptr_t cache_k, uintptr_t cache_v, uintptr_t out) {
+  void attention(const Plan& plan, uintptr_t q, uintptr_t cache_k, uintptr_t cache_v, uintptr_t out, int captured,
+                 uintptr_t captured_at, uintptr_t mass) {
     std::lock_guard<std::mutex> lock(mutex_);
     partial_.resize(plan.partial);
-    const Part& part = plan.parts[0];
-    kernels_->attention(parallel_, plan.shape, part.view, part.pieces, part.num_pieces, part.merges, part.num_merges,
-                        at<const float>(q), {at<void>(cache_k), at<void>(cache_v)}, partial_.data(), at<float>(out));
+    kernels_->attention(parallel_, plan.shape, plan.parts[0], at<const float>(q), {at<void>(cache_k), at<void>(cache_v)},
+                        partial_.data(), at<float>(out), masses(plan, captured, captured_at, mass));
   }
 
   void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
                const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
-               uintptr_t captured_at, uintptr_t queries) {
+               uintptr_t captured_at, uintptr_t queries, uintptr_t mass) {
     std::lock_guard<std::mutex> lock(mutex_);
     caches_.clear();
     for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
               at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
               int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
-              at<float>(queries)};
+              at<float>(queries), masses(plan, captured, captured_at, mass)};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
@@ -231,6 +233,17 @@ class Runtime {
   }
 
  private:
+  // Where the masses of the tokens `captured_at` go: `out` [layers, captured, kv_heads, width], or nowhere if it is null.
+  Mass masses(const Plan& plan, int captured, uintptr_t captured_at, uintptr_t out) {
+    if (!out) return {};
+    const View& view = plan.parts[0].view;
+    if (plan.shape.heads / plan.shape.kv_heads > QUERIES) throw std::invalid_argument("too many heads to a KV head");
+    mass_at_.assign(view.starts[view.rows], -1);
+    for (int i = 0; i < captured; i++) mass_at_[at<const int64_t>(captured_at)[i]] = i;
+    notes_.resize(plan.partial / (plan.shape.dim + 2) * NOTES);
+    return {mass_at_.data(), at<float>(out), notes_.data()};
+  }
+
   Scratch scratch(const Network& net, int64_t n, int64_t partial) {
     const int64_t qkv = int64_t(net.shape.heads + 2 * net.shape.kv_heads) * net.shape.dim;
     const int64_t keys = int64_t(net.shape.heads) * net.shape.dim, widest = std::max({int64_t(net.hidden), keys,
@@ -252,7 +265,8 @@ class Runtime {
   Parallel parallel_;
   const Kernels* kernels_ = nullptr;
   std::mutex mutex_;  // one call at a time: the buffers are shared
-  std::vector<float> floats_, partial_;
+  std::vector<float> floats_, partial_, notes_;
+  std::vector<int64_t> mass_at_;
   std::vector<uint16_t> rounded_;
   std::vector<Cache> caches_;
 };

@@ -5,7 +5,7 @@
 namespace longdraft {
 namespace LONGDRAFT_ISA {
 
-constexpr int TILE = 4, KEYS = TILE * PAGE, MAX_DIM = 256;
+constexpr int KEYS = TILE * PAGE, MAX_DIM = 256;
 #if defined(__AVX512F__)
 constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6, VALUE_BLOCKS = 4;
 #elif defined(__AVX2__)

@@ -51,10 +51,10 @@ def check(config: DraftConfig) -> DraftConfig:
 
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:
     """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory."""
-    selector = _selector(config)
-    if config.weights not in TARGETS or not isinstance(selector, TokenSelector):
+    reader = selector(config)
+    if config.weights not in TARGETS or not isinstance(reader, TokenSelector):
         return 0, 0
-    return copied_tokens(selector), selector.needs.queries
+    return copied_tokens(reader), reader.needs.queries
 
 
 def make(

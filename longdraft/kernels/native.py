@@ -169,11 +169,19 @@ class NativeAttention:
         """How K and V must lie for these kernels."""
         return BlockedLayout(page_size, num_kv_heads, head_dim, pairs=spec.kv_dtype == torch.bfloat16)
 
-    def __call__(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
-        """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written."""
+    def __call__(
+        self, q: torch.Tensor, kv: LayerKV, tokens: torch.Tensor | None = None, mass: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written.
+
+        The page masses of ``tokens [n]`` are added to ``mass [n, G, P]`` (float32): what share of attention a KV head's
+        queries give to each page of the row's list, summed over the heads of its group.
+        """
         q = q.float().contiguous()
         out = torch.empty_like(q)
-        runtime().attention(self.plan.handle, q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr())
+        wanted = (0 if tokens is None else len(tokens), _address(tokens), _address(mass))
+        addresses = (q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr())
+        runtime().attention(self.plan.handle, *addresses, *wanted)
         return out
 
 

@@ -75,7 +75,11 @@ class FusedDecoder:
             logits_at.data_ptr(),
             [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
             logits.data_ptr(),
-            *((len(capture.tokens), capture.tokens.data_ptr(), capture.queries.data_ptr()) if capture else (0, 0, 0)),
+            *(
+                (len(capture.tokens), capture.tokens.data_ptr(), capture.queries.data_ptr(), 0)
+                if capture
+                else (0, 0, 0, 0)
+            ),
         )
         return logits
 

@@ -88,6 +88,40 @@ def test_attention_equals_the_reference(rows, heads, dtype):
     World(rows, *heads, dtype).check()
 
 
+def page_masses(world, tokens):
+    """By brute force: softmax over all that a query sees, added up page by page and head by head."""
+    group, (_, heads, dim) = world.spec.group_size, world.q.shape
+    layout, layer = world.layouts[0], world.stores[0].layers[0]
+    mass = torch.zeros(len(tokens), heads // group, world.view.tables.shape[1])
+    for i, token in enumerate(tokens.tolist()):
+        row = int((world.starts <= token).sum()) - 1
+        seen = world.lens[row] - int(world.starts[row + 1]) + token + 1
+        k = layout.read_k(layer.k, world.stores[0].slots(row, 0, seen)).float().repeat_interleave(group, dim=1)
+        q = world.q[token].to(world.spec.dtype).float()
+        weights = torch.einsum("hd,shd->hs", q, k).div(dim**0.5).softmax(dim=1)
+        for page in range(-(-seen // 16)):
+            part = weights[:, page * 16 : page * 16 + 16].sum(dim=1)
+            mass[i, :, page] = part.view(-1, group).sum(dim=1)
+    return mass
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [*HEADS, (7, 1, 32), (24, 3, 32)], ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_masses_of_pages(rows, heads, dtype):
+    """Of some tokens, in any order; they equal brute force, and noting them changes no bit of the output."""
+    world = World(rows, *heads, dtype)
+    tokens = torch.randperm(len(world.q))[:20]
+    mass = torch.zeros(len(tokens), heads[1], world.view.tables.shape[1])
+    plan = AttnPlan(world.view, world.starts, world.slots)
+    kernel, layer = native.NativeAttention(plan, world.layouts[1], world.spec), world.stores[1].layers[0]
+    assert torch.equal(kernel(world.q, layer, tokens, mass), kernel(world.q, layer))
+    torch.testing.assert_close(mass, page_masses(world, tokens), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        mass.sum(dim=2), torch.full(mass.shape[:2], float(world.spec.group_size)), rtol=1e-5, atol=0
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_huge_logits(dtype):
     """Scores of several thousand: one key takes all, and nothing overflows."""
