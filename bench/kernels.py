@@ -59,16 +59,20 @@ def attention(heads: int, kv_heads: int, batch: int, context: int, dtype: torch.
     native.use_huge_pages(buffer)
     buffer.random_()
 
-    def attend(queries: int) -> Callable[[], object]:
+    def attend(queries: int, masses: bool = False) -> Callable[[], object]:
         starts = torch.arange(batch + 1) * queries
         plan = AttnPlan(stores[0].view(range(batch), [context] * batch), starts, torch.zeros(0, dtype=torch.int64))
         kernel, q = NativeAttention(plan, layout, spec), torch.randn(batch * queries, heads, 64)
-        return lambda: [kernel(q, store.layers[0]) for store in stores]
+        tokens = torch.arange(len(q)) if masses else None
+        mass = torch.zeros(len(q), kv_heads, pages) if masses else None
+        return lambda: [kernel(q, store.layers[0], tokens, mass) for store in stores]
 
     calls = {"read": lambda: runtime().read(buffer.data_ptr(), size)}
     calls |= {f"attention {n}": attend(n) for n in (1, 2, 3, 4, 6, 8)}
+    calls["with masses 4"] = attend(4, masses=True)
     seconds = interleaved(calls, rounds)
     row = {"read_gb_s": size / seconds["read"] / 1e9, "share_of_read": seconds["read"] / seconds["attention 1"]}
+    row["masses_cost_at_4"] = seconds["with masses 4"] / seconds["attention 4"]
     return row | {f"x_at_{n}": seconds[f"attention {n}"] / seconds["read"] for n in (1, 2, 3, 4, 6, 8)}
 
 

@@ -76,7 +76,10 @@ class Worker {
       lowest_ = min(lowest_, position), highest_ = max(highest_, position);
       s_.largest[r] = -INFINITY;
     }
-    for (int64_t i = 0; notes_ && i < int64_t(rows_) * NOTES; i++) notes_[i] = i % NOTES < CHUNK_PAGES ? 0 : -INFINITY;
+    for (int r = 0; notes_ && r < rows_; r++) {
+      std::memset(notes_ + r * NOTES, 0, sizeof(float) * CHUNK_PAGES);
+      for (int tile = 0; tile < CHUNK_PAGES / TILE; tile++) notes_[r * NOTES + CHUNK_PAGES + tile] = -INFINITY;
+    }
     std::memset(s_.sums, 0, sizeof(float) * rows_ * 16);
     std::memset(s_.out, 0, sizeof(float) * rows_ * shape_.dim);
   }
@@ -117,8 +120,7 @@ class Worker {
     const char* fetched = nullptr;
     for (int r = 0, line = 0; r < rows_; r++) {
       if (line == 0) fetched = ahead(v_, next, s_.clean[0]);
-      softmax(r, fetched + line * 64);
-      if (notes_) note(r, page - piece_.page);
+      softmax(r, page - piece_.page, fetched + line * 64);
       line = line + FETCH < items_ ? line + FETCH : 0;
     }
     next = after(page);
@@ -207,7 +209,7 @@ class Worker {
   }
 
   // Scores of a query become weights; its sums and outputs are rescaled where a larger score has come.
-  void softmax(int r, const char* ahead) {
+  void softmax(int r, int page, const char* ahead) {
     float* scores = s_.scores + r * KEYS;
     V a[TILE], top = load(scores) * scale_;
     for (int i = 0; i < TILE; i++) a[i] = load(scores + i * PAGE) * scale_, top = max(a[i], top);
@@ -225,17 +227,15 @@ class Worker {
       for (int line = 0; line < FETCH / TILE; line++, ahead += 64) prefetch(ahead);
       a[i] = none ? keep_nan(a[i]) : exp2(a[i] - splat(s_.largest[r]));
       total = total + a[i];
-      if (T::PER_ITEM == 1 || notes_) store(scores + i * PAGE, a[i]);
-      if constexpr (T::PER_ITEM == 2) store_bf16(s_.weights + r * KEYS + i * PAGE, a[i]);
+      if constexpr (T::PER_ITEM == 1)
+        store(scores + i * PAGE, a[i]);
+      else
+        store_bf16(s_.weights + r * KEYS + i * PAGE, a[i]);
     }
     store(s_.sums + r * 16, load(s_.sums + r * 16) + total);
-  }
-
-  void note(int r, int page) {
-    float* notes = notes_ + int64_t(r) * NOTES;
-    const float* weights = s_.scores + r * KEYS;
-    sums(load(weights), load(weights + PAGE), load(weights + 2 * PAGE), load(weights + 3 * PAGE), notes + page);
-    notes[CHUNK_PAGES + page / TILE] = s_.largest[r];
+    if (!notes_) return;
+    sums(a, notes_ + r * NOTES + page);
+    notes_[r * NOTES + CHUNK_PAGES + page / TILE] = s_.largest[r];
   }
 
   static float longest(V top, float before) {
@@ -263,7 +263,9 @@ inline void add_mass(const float* notes, int pages, float top, float total, floa
   float factors[CHUNK_PAGES / TILE];
   for (int i = 0; i < CHUNK_PAGES / TILE; i += 16)
     store(factors + i, exp2(load(notes + CHUNK_PAGES + i) - splat(top)) / splat(total));
-  for (int i = 0; i < pages; i++) mass[i] += notes[i] * factors[i / TILE];
+  for (int tile = 0; tile < pages / TILE; tile++)
+    for (int i = tile * TILE; i < tile * TILE + TILE; i++) mass[i] += notes[i] * factors[tile];
+  for (int i = pages / TILE * TILE; i < pages; i++) mass[i] += notes[i] * factors[pages / TILE];
 }
 
 inline void merge(const Shape& shape, const View& view, const Piece* pieces, const Merge& merge, const float* partial,

@@ -202,16 +202,17 @@ inline float sum(V a) {
   return f[0];
 }
 // The sums of four vectors, side by side.
-inline void sums(V a, V b, V c, V d, float* out) {
+inline void sums(const V (&a)[4], float* out) {
 #if defined(__AVX512F__)
-  const auto half = [](V x) {
-    return _mm256_add_ps(_mm512_castps512_ps256(x.x), _mm512_extractf32x8_ps(x.x, 1));
-  };
-  const __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
-  const __m256 all = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  const auto pairs = [](V x, V y) { return _mm512_add_ps(_mm512_unpacklo_ps(x.x, y.x), _mm512_unpackhi_ps(x.x, y.x)); };
+  const __m512d ac = _mm512_castps_pd(pairs(a[0], a[2])), bd = _mm512_castps_pd(pairs(a[1], a[3]));
+  const __m512 low = _mm512_castpd_ps(_mm512_unpacklo_pd(ac, bd)), high = _mm512_castpd_ps(_mm512_unpackhi_pd(ac, bd));
+  const __m512 all = _mm512_add_ps(low, high);  // a c b d in each quarter
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  const __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  _mm_storeu_ps(out, _mm_shuffle_ps(sum, sum, 0xd8));
 #else
-  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+  for (int i = 0; i < 4; i++) out[i] = sum(a[i]);
 #endif
 }
 inline float largest(V a) {

@@ -64,7 +64,7 @@ def verify_over_the_drafts_view(monkeypatch):
     from longdraft.kv.select.streaming_llm import StreamingLLM
 
     select = StreamingLLM(24).select
-    monkeypatch.setattr(runner, "feed", lambda model, store, feeds, **more: feeding.feed(model, store, feeds, select, **more))
+    monkeypatch.setattr(runner, "feed", lambda *args, **more: feeding.feed(*args, select, **more))
 
 
 def draw_at_the_wrong_position(monkeypatch):
