@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
@@ -45,6 +46,10 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token (``decode`` gives readable text); empty for an unknown id."""
         return (self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None) or ""
+
+    def save(self, file: Path) -> None:
+        """Write ``tokenizer.json``."""
+        self._backend.save(str(file))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Token ids of ``text``.
