@@ -226,6 +226,7 @@ def _draft_bytes(llm: LLM, draft: DraftConfig, sequences: list[EngineSequence]) 
     lengths = [len(seq.ids) for seq in sequences]
     return {
         "draft_kv_bytes": sum(made.bytes(n) for n in lengths),
+        "draft_note_bytes": sum(made.note_bytes(n) for n in lengths),
         "kv_bytes_read_per_draft_token": sum(made.bytes_read(n) for n in lengths) / len(lengths),
         "kv_bytes_read_per_plain_token": sum(lengths) * per_token / len(lengths),
     }

@@ -42,10 +42,10 @@ class DraftConfig:
     path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
     each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
     them), ``budget`` is its size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at most
-    half). A selection that copies what it chooses does so anew when its budget is full, and after ``refresh`` rounds at
-    the latest (0: no such limit). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is
-    ``coupled`` (output equal to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend
-    on ``gamma``).
+    half). A selection that looks at the text chooses anew when its budget is full, and besides as ``refresh`` says:
+    after so many rounds, never (0), when fewer of its proposals are accepted than before (``auto``), or as is usual for
+    it (``None``). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output equal
+    to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
     """
 
     weights: str = "target"
@@ -53,7 +53,7 @@ class DraftConfig:
     kv: str = "streaming_llm"
     budget: int = 512
     sinks: int = 16
-    refresh: int = 0
+    refresh: int | str | None = None
     gamma: int = 4
     sampling_rule: str = "coupled"
 
@@ -70,7 +70,9 @@ class DraftConfig:
             raise InvalidValueError("layers", self.layers, "must be 'all' unless the weights are the target's")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, 2**31 - 1))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, 2**31 - 1))
-        object.__setattr__(self, "refresh", as_int("refresh", self.refresh, 0, 2**31 - 1))
+        if self.refresh not in (None, "auto"):
+            fix = "Or pass 'auto', or None for what is usual."
+            object.__setattr__(self, "refresh", as_int("refresh", self.refresh, 0, 2**31 - 1, fix))
         object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, MAX_GAMMA))
         if self.sampling_rule not in SAMPLING_RULES:
             limit = f"must be one of {', '.join(SAMPLING_RULES)}"

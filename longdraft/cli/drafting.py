@@ -14,14 +14,15 @@ from longdraft.errors import InvalidValueError
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
-NAMES = "streaming_llm, snapkv, full, layer_skip, int8, ngram"
+NAMES = "streaming_llm, snapkv, topk, full, layer_skip, int8, ngram"
 Name = Annotated[
     str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
 ]
 Kv = Annotated[
     str | None,
     typer.Option(
-        "--kv", help="What a draft with a model reads of its cache: streaming_llm, snapkv (the target only) or full."
+        "--kv",
+        help="What a draft with a model reads of its cache: streaming_llm, full; the target only: snapkv, topk.",
     ),
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]

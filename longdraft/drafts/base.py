@@ -62,7 +62,11 @@ class Draft(ABC):
         """Forget a sequence that ended or was preempted; one that is not known is fine."""
 
     def bytes(self, length: int) -> int:
-        """Memory that a sequence of ``length`` tokens takes beyond the target's own cache."""
+        """Memory for what is proposed from, of a sequence of ``length`` tokens, beyond the target's own cache."""
+        return 0
+
+    def note_bytes(self, length: int) -> int:
+        """Memory for what a choice is made by (queries, summaries), of a sequence of ``length`` tokens."""
         return 0
 
     def bytes_read(self, length: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +18,7 @@ from longdraft.capture import Seen
 from longdraft.config import MAX_GAMMA
 from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
+from longdraft.drafts.refresh import Since, spare
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.kv.copies import Copies
 from longdraft.kv.select.base import TokenSelector
@@ -26,15 +27,13 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 
-TAIL = 4  # one part in so many of the budget is left to the tokens that come after a choice
-
 
 @dataclass
 class _State:
     """What is known of a sequence: the target's latest queries, and how its copy came about."""
 
     seen: Seen | None = None
-    rounds: int = 0  # since the choice
+    since: Since = field(default_factory=Since)  # the choice
     blind: bool = False  # it was made without queries
 
 
@@ -95,25 +94,28 @@ class CopySpec(SelfSpec):
         self.copies.free(seq_id)
 
     def bytes(self, length: int) -> int:
-        """See ``Draft``: whole pages of copies, proposals included, and the queries of the observation window."""
-        config, store = self.model.config, self.copies.store
+        """See ``Draft``: whole pages of copies, proposals included."""
+        store = self.copies.store
         copied = store.pages_for(min(length + MAX_GAMMA, copied_tokens(self.selector))) * store.layout.page_size
-        seen = min(length, self.needs.queries) * config.num_layers * config.num_heads * config.head_dim * 4
-        return copied * store.bytes_per_token + seen
+        return copied * store.bytes_per_token
+
+    def note_bytes(self, length: int) -> int:
+        """See ``Draft``: the queries of the observation window."""
+        config = self.model.config
+        return min(length, self.needs.queries) * config.num_layers * config.num_heads * config.head_dim * 4
 
     # --- the copies
 
     def _ready(self, row: DraftRow) -> bool:
         """Whether the row has a copy that serves, and room in it for this round."""
         seq, state = row.seq, self._states.setdefault(row.seq.id, _State())
-        state.rounds += 1
         if self._outdated(row, state) and not self._choose(row, state):
             return False
         return self.copies.reserve(seq.id, seq.num_committed, row.gamma)
 
     def _outdated(self, row: DraftRow, state: _State) -> bool:
-        copy, refresh = self.copies.get(row.seq.id), self.selector.refresh
-        if copy is None or (state.blind and state.seen) or (refresh and state.rounds > refresh):
+        copy, due = self.copies.get(row.seq.id), state.since.due(self.selector.refresh, row.seq.stats)
+        if copy is None or due or (state.blind and state.seen):
             return True
         return copy.place(row.seq.num_committed) + row.gamma > max(self.selector.budget, row.gamma)
 
@@ -121,7 +123,8 @@ class CopySpec(SelfSpec):
         """Make the choice for a row and copy it; whether there was room."""
         started = time.perf_counter()
         length, budget = row.seq.num_committed, self.selector.budget
-        count = min(length, max(0, budget - max(budget // TAIL, row.gamma)))
+        tail = row.gamma + spare(self.selector.refresh, budget, row.gamma)
+        count = min(length, max(0, budget - tail))
         if not self.copies.open(row.seq.id, count, length, row.gamma):
             return False
         if state.seen:
@@ -131,7 +134,7 @@ class CopySpec(SelfSpec):
             chosen = first_and_last(length, count)
             chosen = chosen.expand(len(self.store.layers), self.store.layout.num_kv_heads, -1)
         self.copies.fill(row.seq.id, chosen)
-        state.rounds, state.blind = 1, state.seen is None
+        state.since, state.blind = Since.now(row.seq.stats), state.seen is None
         self.select_s += time.perf_counter() - started
         return True
 

@@ -17,6 +17,7 @@ from longdraft.kv.select.base import Selector, TokenSelector, ViewSelector
 from longdraft.kv.select.full import Full
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import StreamingLLM
+from longdraft.kv.select.topk import TopK
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
 
@@ -24,6 +25,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "streaming_llm": StreamingLLM,
     "full": Full,
     "snapkv": SnapKV,
+    "topk": TopK,
 }
 # Those that small models with caches of their own can use, too.
 VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
@@ -88,7 +90,8 @@ def make(
 
 
 def selector(config: DraftConfig) -> Selector:
-    """The selection by name, with those of the config's settings that it has."""
+    """The selection by name, with those of the config's settings that it has and that are set."""
     kind = SELECTORS[config.kv]
     names = {field.name for field in fields(kind)} & {"budget", "sinks", "refresh"}
-    return kind(**{name: getattr(config, name) for name in names})
+    settings = {name: getattr(config, name) for name in names}
+    return kind(**{name: value for name, value in settings.items() if value is not None})

@@ -31,6 +31,7 @@ DRAFTS = {
     "full": DraftConfig(kv="full"),
     "snapkv": DraftConfig(kv="snapkv", budget=24),
     "snapkv-first:2": DraftConfig(kv="snapkv", budget=40, layers="first:2", refresh=2),
+    "topk": DraftConfig(kv="topk", budget=20),
     "every:2": DraftConfig(layers="every:2", budget=16, sinks=4),
     "first:2": DraftConfig(layers="first:2", kv="full"),
     "ngram": DraftConfig(weights="ngram"),

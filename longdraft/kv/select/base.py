@@ -40,11 +40,11 @@ class ViewSelector(Selector):
 class TokenSelector(Selector):
     """Chooses single tokens, per layer and KV head, by what passes of the target said of the latest tokens.
 
-    A choice holds while the tokens that came after it, which are all read, fit in the budget beside it; with
-    ``refresh`` > 0 it is made anew after so many rounds at the latest.
+    A choice holds while the tokens that came after it, which are all read, fit in the budget beside it; it is made anew
+    sooner if ``refresh`` says so.
     """
 
-    refresh: int = 0
+    refresh: int | str = 0  # as in DraftConfig
 
     @property
     @abstractmethod
