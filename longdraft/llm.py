@@ -15,7 +15,7 @@ from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.core import Status, StepOutput
-from longdraft.drafts.registry import kept_tokens
+from longdraft.drafts.registry import kept_tokens, page_note_bytes
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import auto_dtype, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
@@ -102,6 +102,7 @@ class LLM:
             int8_draft=self.draft is not None and self.draft.weights == "target@int8",
             copied=copied,
             observed=observed,
+            page_notes=page_note_bytes(self.draft, self.checkpoint.config, kv_storage) if self.draft else 0,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
+import torch
+
 from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
 from longdraft.drafts.copy_spec import CopySpec, copied_tokens
 from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.ngram import NGram
+from longdraft.drafts.page_spec import PageSpec
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.errors import InvalidValueError
-from longdraft.kv.select.base import Selector, TokenSelector, ViewSelector
+from longdraft.kv.select.base import PageSelector, Selector, TokenSelector, ViewSelector
 from longdraft.kv.select.full import Full
+from longdraft.kv.select.pages import Pages
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import StreamingLLM
 from longdraft.kv.select.topk import TopK
 from longdraft.kv.store import PagedStore
+from longdraft.models.config import ModelConfig
 from longdraft.models.transformer import Transformer
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -26,6 +31,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "full": Full,
     "snapkv": SnapKV,
     "topk": TopK,
+    "pages": Pages,
 }
 # Those that small models with caches of their own can use, too.
 VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
@@ -54,9 +60,18 @@ def check(config: DraftConfig) -> DraftConfig:
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:
     """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory."""
     reader = selector(config)
-    if config.weights not in TARGETS or not isinstance(reader, TokenSelector):
+    if config.weights not in TARGETS or not isinstance(reader, (TokenSelector, PageSelector)):
         return 0, 0
-    return copied_tokens(reader), reader.needs.queries
+    copied = copied_tokens(reader) if isinstance(reader, TokenSelector) else 0
+    return copied, reader.needs.queries
+
+
+def page_note_bytes(config: DraftConfig, model: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """Bytes that such a draft remembers of every page of K and V; for sizing memory."""
+    reader = selector(config)
+    if config.weights not in TARGETS or not isinstance(reader, PageSelector):
+        return 0
+    return model.num_layers * reader.page_note_bytes(model.num_kv_heads, model.head_dim, kv_dtype)
 
 
 def make(
@@ -75,12 +90,14 @@ def make(
     check(config)
     if config.weights == "ngram":
         return NGram()
-    reader = selector(config)
+    reader = reader(config)
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
         layers = choose_layers(config.layers, model.config.num_layers)
         if isinstance(reader, TokenSelector):
             return CopySpec(model, store, reader, layers, max_rows)
+        if isinstance(reader, PageSelector):
+            return PageSpec(model, store, reader, layers)
         return SelfSpec(model, store, reader, layers)
     if config.weights not in small:
         loaded = ", ".join(small) or "none was"

@@ -63,6 +63,7 @@ def size_engine(
     int8_draft: bool = False,
     copied: int = 0,
     observed: int = 0,
+    page_notes: int = 0,
     max_model_len: int | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -74,15 +75,15 @@ def size_engine(
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
     A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do the 8-bit
-    copies of an ``int8_draft``, and what a draft keeps of each sequence: copies of ``copied`` tokens' K and V, and the
-    queries of ``observed`` tokens.
+    copies of an ``int8_draft``, what a draft keeps of each sequence (copies of ``copied`` tokens' K and V, and the
+    queries of ``observed`` tokens), and the ``page_notes`` bytes that it remembers of every page.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
     block_size = as_int("block_size", block_size, 1, 4096)
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     models = [config] if draft is None else [config, draft]
-    page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size
+    page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size + page_notes
     left = memory_left(models, dtype, device)
     if int8_draft:
         left = max(0, left - num_parameters(config))
@@ -94,7 +95,7 @@ def size_engine(
     pages_for_one = -(-length // block_size)
     kept = copied * kv_bytes_per_token(config, kv_dtype), observed * query_bytes_per_token(config)
     fitting = pages_beside(memory, page_bytes, max_num_seqs * sum(kept), block_size * query_bytes_per_token(config))
-    num_pages = min(fitting if copied else memory // page_bytes, max_num_seqs * pages_for_one)
+    num_pages = min(fitting if any(kept) else memory // page_bytes, max_num_seqs * pages_for_one)
     if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(
             f"A context of {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, but the cache has "

@@ -1,8 +1,9 @@
 """Which tokens of its cache a draft reads: the interface of every selection.
 
-A selection is a choice alone: it owns no state and copies nothing. The two kinds differ in what they choose by. A
+A selection is a choice alone: it copies nothing. The three kinds differ in what they choose by, and what. A
 ``ViewSelector`` needs nothing but lengths and narrows the view of every step; a ``TokenSelector`` looks at keys and at
-what the target's passes said, chooses once in a while, and the draft keeps copies of what was chosen.
+what the target's passes said, chooses once in a while, and the draft keeps copies of what was chosen; a
+``PageSelector`` rates the target's own pages by what it remembers of each, and the draft reads the best in place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.capture import Needs, Seen
+from longdraft.kv.store import PagedStore
 from longdraft.view import KVView, TableView
 
 
@@ -57,3 +59,57 @@ class TokenSelector(Selector):
 
         ``keys(layer)`` are all keys of the row, ``[S, G, D]``, and ``count ≤ S``. A pure function of its arguments.
         """
+
+
+class PageMemory(ABC):
+    """What a page selection remembers of the rows of a store, by the ids that they have there."""
+
+    @abstractmethod
+    def observe(self, row: int, seen: Seen) -> None:
+        """What passes of the target said of tokens of a row that are final."""
+
+    @abstractmethod
+    def rate(self, row: int, pages: int) -> torch.Tensor | None:
+        """``[L, G, pages]``: how much the row's first pages, all full and final, are worth to each layer and KV head.
+
+        ``None`` if nothing is known to rate them by.
+        """
+
+    @abstractmethod
+    def fork(self, source: int, child: int, length: int) -> None:
+        """``child`` shares the first ``length`` tokens of ``source``, and the id of the next."""
+
+    @abstractmethod
+    def release(self, row: int) -> None:
+        """Forget a row; one that is not known is fine."""
+
+
+@dataclass(frozen=True)
+class PageSelector(Selector):
+    """Rates pages, per layer and KV head; the draft reads the best besides the first and the last ones.
+
+    The pages of the first ``sinks`` and the last ``recent`` tokens are always read, as far as the budget allows: sinks
+    take at most half of it, and what is left after them and a round's own pages goes to the recent ones first.
+    """
+
+    sinks: int = 16
+    recent: int = 32
+    refresh: int | str = 1  # as in DraftConfig
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What it rates by."""
+
+    @abstractmethod
+    def memory(self, store: PagedStore) -> PageMemory:
+        """A memory for the rows of ``store``, empty."""
+
+    @abstractmethod
+    def page_note_bytes(self, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> int:
+        """Bytes that are remembered of a page in one layer."""
+
+
+def top_pages(rating: torch.Tensor, count: int) -> torch.Tensor:
+    """``[L, G, count]`` of the P pages that ``rating [L, G, P]`` rates: the best, ascending; ties to the lower page."""
+    return rating.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(dim=-1).values
