@@ -1,7 +1,7 @@
 """What a pass hands out besides logits, for drafts that choose by it: who needs what, and the records that carry it.
 
-Each kind is one field of all three records. Other kinds have their place here: attention masses per page
-``[L, n, G, P]``, hidden states of some layers.
+Each kind is one field of all three records, ``None`` where nobody wants it. Other kinds have their place here: hidden
+states of some layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from longdraft.view import LayerKV
 
@@ -18,14 +19,18 @@ Attention = Callable[[torch.Tensor, LayerKV], torch.Tensor]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a draft wants to be told of each sequence: so many of its last tokens' queries, after rotary embedding."""
+    """What a draft wants to be told of each sequence, of so many of its last tokens.
+
+    ``queries``: as attention reads them, after rotary embedding. ``page_mass``: where their attention went, by page.
+    """
 
     queries: int = 0
+    page_mass: int = 0
 
     @property
     def tokens(self) -> int:
         """Of how many of a sequence's last tokens anything is wanted."""
-        return self.queries
+        return max(self.queries, self.page_mass)
 
 
 NOTHING = Needs()
@@ -35,48 +40,79 @@ NOTHING = Needs()
 class Capture:
     """A form for one pass: some of its flat tokens, and room for what is wanted of them. The pass fills it in.
 
-    Layers that do not run leave their part as it is. Capturing changes no output bit.
+    ``page_mass`` holds the attention weights of each page of a token's row, summed over the heads of a KV group; a
+    token's pages add up to the number of these heads, and pages past its row's last one hold zero. Layers that do not
+    run leave their part as it is. Capturing changes no output bit.
     """
 
     tokens: torch.Tensor  # [n] int64, on the model's device
-    queries: torch.Tensor  # [L, n, H, D] float32
+    queries: torch.Tensor | None = None  # [L, n, H, D] float32
+    page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
 
-    def noting_queries(self, layer: int, attention: Attention) -> Attention:
-        """``attention`` of one layer, which notes the queries ``[N, H, D]`` that it is called with."""
+    def noting(self, layer: int, attention: Attention, page_mass: Attention | None) -> Attention:
+        """``attention`` of one layer, which notes what is wanted when it is called.
+
+        ``page_mass``: queries ``[n, H, D]`` of the form's tokens and the layer's cache → ``[n, G, P]``, where wanted.
+        """
 
         def noting(q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
-            self.queries[layer] = q[self.tokens]
+            asked = q[self.tokens]
+            if self.queries is not None:
+                self.queries[layer] = asked
+            if self.page_mass is not None and page_mass is not None:
+                self.page_mass[layer] = page_mass(asked, kv)
             return attention(q, kv)
 
         return noting
 
     def part(self, start: int, stop: int, position: int) -> Seen:
         """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``."""
-        return Seen(position, self.queries[:, start:stop])
+        return Seen(position, *(None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass)))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What passes said of consecutive tokens of one sequence, from position ``start`` on."""
+    """What passes said of consecutive tokens of one sequence, from position ``start`` on; see ``Capture``."""
 
     start: int
-    queries: torch.Tensor  # [L, n, H, D] float32
+    queries: torch.Tensor | None = None  # [L, n, H, D] float32
+    page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
 
     @property
     def stop(self) -> int:
         """The position behind the last token."""
-        return self.start + self.queries.shape[1]
+        return self.start + next(x.shape[1] for x in self._kinds if x is not None)
 
     def then(self, new: Seen, keep: int) -> Seen:
         """This and what came after it, cut to the last ``keep`` tokens; what does not join on is forgotten."""
-        joined = Seen(self.start, torch.cat([self.queries, new.queries], dim=1)) if self.stop == new.start else new
-        return joined.last(keep)
+        if self.stop != new.start:
+            return new.last(keep)
+        joined = _join(self.queries, new.queries), _join(self.page_mass, new.page_mass)
+        return Seen(self.start, *joined).last(keep)
 
     def last(self, keep: int) -> Seen:
         """This, cut to the last ``keep`` tokens; a copy, since a view would hold on to all that the pass captured."""
-        kept = self.queries[:, -keep:].clone()
-        return Seen(self.stop - kept.shape[1], kept)
+        kept = self.since(max(self.start, self.stop - keep))
+        return Seen(kept.start, *(None if x is None else x.clone() for x in kept._kinds))
+
+    def since(self, position: int) -> Seen:
+        """What this says of the tokens from ``position`` on, one of its own or the one behind them."""
+        return Seen(position, *(None if x is None else x[:, position - self.start :] for x in self._kinds))
 
     def until(self, length: int) -> Seen | None:
         """What this says of the sequence's first ``length`` tokens; ``None`` if nothing."""
-        return Seen(self.start, self.queries[:, : length - self.start]) if length > self.start else None
+        if length <= self.start:
+            return None
+        return Seen(self.start, *(None if x is None else x[:, : length - self.start] for x in self._kinds))
+
+    @property
+    def _kinds(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.queries, self.page_mass
+
+
+def _join(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """Both, one token after the other; of pages there may be more in either."""
+    if first is None or second is None:
+        return None
+    width = max(first.shape[-1], second.shape[-1])
+    return torch.cat([pad(x, (0, width - x.shape[-1])) for x in (first, second)], dim=1)

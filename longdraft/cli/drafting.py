@@ -14,7 +14,7 @@ from longdraft.errors import InvalidValueError
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
-NAMES = "streaming_llm, snapkv, topk, full, layer_skip, int8, ngram"
+NAMES = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram"
 Name = Annotated[
     str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
 ]
@@ -22,7 +22,8 @@ Kv = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="What a draft with a model reads of its cache: streaming_llm, full; the target only: snapkv, topk.",
+        help="What a draft with a model reads of its cache: streaming_llm or full, the target itself also snapkv, "
+        "verified, pages or topk.",
     ),
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]

@@ -52,7 +52,7 @@ def split(selector: PageSelector, length: int, gamma: int, size: int) -> Split:
     newest, left = length // size, total - own
     sinks = min(-(-selector.sinks // size), total // 2, left, newest)
     left = max(0, left - sinks - -(-spare(selector.refresh, selector.budget, gamma) // size))
-    recent = min(newest - max(0, length - selector.recent) // size, left, newest - sinks)
+    recent = min(newest - max(0, length - selector.recent) // size, -(-left // 2), newest - sinks)
     first = newest - recent
     return Split(sinks, first, min(left - recent, first - sinks))
 

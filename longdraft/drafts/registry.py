@@ -22,6 +22,7 @@ from longdraft.kv.select.pages import Pages
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import StreamingLLM
 from longdraft.kv.select.topk import TopK
+from longdraft.kv.select.verified import Verified
 from longdraft.kv.store import PagedStore
 from longdraft.models.config import ModelConfig
 from longdraft.models.transformer import Transformer
@@ -32,6 +33,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "snapkv": SnapKV,
     "topk": TopK,
     "pages": Pages,
+    "verified": Verified,
 }
 # Those that small models with caches of their own can use, too.
 VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
@@ -90,7 +92,7 @@ def make(
     check(config)
     if config.weights == "ngram":
         return NGram()
-    reader = reader(config)
+    reader = selector(config)
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
         layers = choose_layers(config.layers, model.config.num_layers)

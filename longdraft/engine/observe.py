@@ -29,9 +29,7 @@ class Observation:
                 tokens.extend(range(stop - (start + n - first), stop))
         self.capture: Capture | None = None
         if tokens:
-            config, device = model.config, model.device
-            size = (config.num_layers, len(tokens), config.num_heads, config.head_dim)
-            self.capture = Capture(torch.tensor(tokens, device=device), torch.empty(size, device=device))
+            self.capture = _form(model, tokens, rows, needs)
 
     def of(self, seq: Sequence) -> Seen | None:
         """What was captured of the sequence's tokens that are final by now; ``None`` if nothing was."""
@@ -39,3 +37,16 @@ class Observation:
             return None
         number, position = self._parts[seq.id]
         return self.capture.part(number, number + seq.num_committed - position, position)
+
+
+def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs]) -> Capture:
+    """An empty form for those flat tokens, with room for what anybody needs."""
+    config, device, n = model.config, model.device, len(tokens)
+    queries = page_mass = None
+    if any(need.queries for need in needs):
+        queries = torch.empty(config.num_layers, n, config.num_heads, config.head_dim, device=device)
+    if any(need.page_mass for need in needs):
+        longest = max(row.seq.num_committed + len(row.tokens) for row in rows)
+        num_pages = -(-longest // model.layout.page_size)
+        page_mass = torch.zeros(config.num_layers, n, config.num_kv_heads, num_pages, device=device)  # passes add
+    return Capture(torch.tensor(tokens, device=device), queries, page_mass)

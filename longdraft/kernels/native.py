@@ -119,8 +119,8 @@ class NativeLinear:
         int8 = self.dtype == torch.int8
         self.scales = torch.empty(16 * blocks) if int8 else None
         self.sums = torch.empty(16 * blocks, dtype=torch.int32) if int8 else None
-        addresses = (self.packed.data_ptr(), _address(self.bias))
-        self.handle = _native.Weight(*addresses, self.n, self.k, kind, _address(self.scales), _address(self.sums))
+        addresses = (self.packed.data_ptr(), address(self.bias))
+        self.handle = _native.Weight(*addresses, self.n, self.k, kind, address(self.scales), address(self.sums))
         wide = weight.float().contiguous()
         runtime().pack(wide.data_ptr(), self.handle)
 
@@ -179,7 +179,7 @@ class NativeAttention:
         """
         q = q.float().contiguous()
         out = torch.empty_like(q)
-        wanted = (0 if tokens is None else len(tokens), _address(tokens), _address(mass))
+        wanted = (0 if tokens is None else len(tokens), address(tokens), address(mass))
         addresses = (q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr())
         runtime().attention(self.plan.handle, *addresses, *wanted)
         return out
@@ -206,7 +206,7 @@ class NativePlan:
         kind = (heads, layout.num_kv_heads, layout.head_dim, spec.kv_dtype == torch.bfloat16)
         layers = pages.shape[0] if view.layered else 1
         sizes = (layers, len(view.lens), *pages.shape[-2:])
-        self.handle = _native.Plan(*kind, *sizes, *(_address(x) for x in self.arrays))
+        self.handle = _native.Plan(*kind, *sizes, *(address(x) for x in self.arrays))
 
 
 def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -232,5 +232,6 @@ def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor,
     return pages, torch.zeros_like(pages), -(-last.amax(dim=-1) // view.page_size), positions
 
 
-def _address(x: torch.Tensor | None) -> int:
+def address(x: torch.Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
     return 0 if x is None else x.data_ptr()

@@ -75,11 +75,7 @@ class FusedDecoder:
             logits_at.data_ptr(),
             [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
             logits.data_ptr(),
-            *(
-                (len(capture.tokens), capture.tokens.data_ptr(), capture.queries.data_ptr(), 0)
-                if capture
-                else (0, 0, 0, 0)
-            ),
+            *_wanted(capture),
         )
         return logits
 
@@ -107,3 +103,11 @@ class Int8Twin:
     ) -> torch.Tensor:
         """See ``Transformer.forward``."""
         return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers, capture)
+
+
+def _wanted(capture: Capture | None) -> tuple[int, int, int, int]:
+    """How many tokens a form asks about, which, and where queries and page masses go; 0 for what is not wanted."""
+    if capture is None:
+        return 0, 0, 0, 0
+    tokens, queries, mass = (native.address(x) for x in (capture.tokens, capture.queries, capture.page_mass))
+    return len(capture.tokens), tokens, queries, mass

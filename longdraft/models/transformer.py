@@ -13,6 +13,7 @@ import torch
 
 from longdraft.capture import Capture
 from longdraft.errors import OutOfMemoryError
+from longdraft.kernels.attention.mass import PageMass
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import Layout
 from longdraft.models.config import ModelConfig
@@ -109,10 +110,12 @@ class Transformer:
         """``forward``, operation by operation: what the fused pass is compared with, and what runs without one."""
         shared = None if plan.view.layered else self._attention(plan, self.layout, self.spec)
         rotary = self.rotary(positions, plan)
+        wanted = capture is not None and capture.page_mass is not None
+        page_mass = PageMass(plan, capture.tokens, self.layout, self.spec) if wanted else None
         x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             attention = shared or self._attention(plan.layer(i), self.layout, self.spec)
-            attention = capture.noting_queries(i, attention) if capture else attention
+            attention = capture.noting(i, attention, page_mass) if capture else attention
             x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
         return self.head(self.norm(x[logits_at]))
 

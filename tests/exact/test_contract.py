@@ -32,6 +32,8 @@ DRAFTS = {
     "snapkv": DraftConfig(kv="snapkv", budget=24),
     "snapkv-first:2": DraftConfig(kv="snapkv", budget=40, layers="first:2", refresh=2),
     "topk": DraftConfig(kv="topk", budget=20),
+    "pages": DraftConfig(kv="pages", budget=50),
+    "verified": DraftConfig(kv="verified", budget=50),
     "every:2": DraftConfig(layers="every:2", budget=16, sinks=4),
     "first:2": DraftConfig(layers="first:2", kv="full"),
     "ngram": DraftConfig(weights="ngram"),
@@ -121,6 +123,8 @@ def check_nothing_left(engine):
         if copies := getattr(draft, "copies", None):
             copies.store.check_integrity()
             assert copies.store.num_free_pages == copies.store.num_pages
+        if memory := getattr(draft, "memory", None):
+            assert not any(value for value in vars(memory).values() if isinstance(value, dict))
 
 
 def summary(seq):

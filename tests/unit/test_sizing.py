@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from longdraft.config import DraftConfig
+from longdraft.drafts.registry import page_note_bytes
 from longdraft.engine import sizing
 from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
 from longdraft.models.config import RopeConfig
@@ -40,6 +42,24 @@ def test_what_drafts_keep_of_each_sequence_counts(max_num_seqs):
     assert needed(pages) <= memory
     assert needed(pages + 1) > memory or pages == plain == max_num_seqs * 16
     assert pages <= plain
+
+
+def test_what_drafts_remember_of_pages_counts():
+    config, kv = tiny_config(), torch.float32
+    page = 16 * sizing.kv_bytes_per_token(config, kv)
+    for name, notes in (("pages", page // 16), ("verified", 3 * 2 * 4), ("snapkv", 0)):
+        assert page_note_bytes(DraftConfig(kv=name), config, kv) == notes
+        got = sizing.size_engine(
+            config,
+            kv,
+            kv,
+            torch.device("cpu"),
+            max_model_len=None,
+            kv_cache_memory_bytes=10**6,
+            **SIZES,
+            page_notes=notes,
+        )
+        assert got.num_pages == 10**6 // (page + notes)
 
 
 def test_a_context_that_was_asked_for_must_fit():

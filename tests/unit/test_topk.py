@@ -5,6 +5,8 @@ import torch
 
 from longdraft.capture import Seen
 from longdraft.config import DraftConfig
+from longdraft.kv.select.base import top_pages
+from longdraft.kv.select.pages import page_bounds, page_scores
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import first_and_last
 from longdraft.kv.select.topk import TopK
@@ -46,6 +48,20 @@ def test_the_choice_is_that_of_brute_force_and_bounds_all_others(group):
             best = mass.sort(dim=-1, descending=True).indices[:, :count].sort().values
             assert torch.equal(got[layer], best)
             assert all((held(mass, got[layer]) + 1e-12 >= held(mass, other[layer])).all() for other in others)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_no_pages_hold_more(group):
+    """Of as many tokens, whole pages hold at most as much, whether rated by their bounds or by their very mass."""
+    torch.manual_seed(group)
+    keys, query = torch.randn(1, 160, 2, 16), torch.randn(1, 1, 2 * group, 16) * 2
+    mass = weights(query[0, 0], keys[0])
+    for rating in (page_scores(query[0], page_bounds(keys[0], 16)), mass.unflatten(1, (-1, 16)).sum(dim=2)):
+        for count in (1, 4, 9):
+            pages = top_pages(rating[None], count)[0]
+            tokens = (pages[..., None] * 16 + torch.arange(16)).flatten(1)
+            best = TopK(512).choose(Seen(159, query), lambda layer: keys[layer], 16 * count)[0]
+            assert (held(mass, best) + 1e-12 >= held(mass, tokens)).all()
 
 
 def test_ties_go_to_the_earlier_tokens():

@@ -89,7 +89,7 @@ class PageSelector(Selector):
     """Rates pages, per layer and KV head; the draft reads the best besides the first and the last ones.
 
     The pages of the first ``sinks`` and the last ``recent`` tokens are always read, as far as the budget allows: sinks
-    take at most half of it, and what is left after them and a round's own pages goes to the recent ones first.
+    take at most half of it, the recent ones at most half of what is left after them and a round's own pages.
     """
 
     sinks: int = 16

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from longdraft.capture import Needs, Seen
+from longdraft.kernels.attention.mass import group_weights
 from longdraft.kv.select.base import TokenSelector
 
 
@@ -23,14 +24,7 @@ def attention_mass(
     positions: torch.Tensor,  # [n] where the queries stand; query p sees the keys [0, p]
 ) -> torch.Tensor:
     """``[G, S]`` float32: attention weights of every key, summed over the queries and over the heads of a KV group."""
-    (n, heads, dim), kv_heads = queries.shape, keys.shape[1]
-    hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]  # [n, S]
-    mass = torch.empty(kv_heads, len(keys), device=keys.device)
-    grouped = queries.float().view(n, kv_heads, heads // kv_heads, dim)
-    for g in range(kv_heads):  # one after the other: scores of all heads at once may be large
-        scores = grouped[:, g].transpose(0, 1) @ keys[:, g].float().T * dim**-0.5  # [group, n, S]
-        mass[g] = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).sum(dim=(0, 1))
-    return mass
+    return torch.stack([x.sum(dim=0) for x in group_weights(queries.float(), keys.float(), positions)])
 
 
 def top_and_recent(mass: torch.Tensor, count: int, recent: int, pool: int) -> torch.Tensor:
