@@ -293,6 +293,7 @@ inline void merge(const Shape& shape, const View& view, const Piece* pieces, con
     for (int d = 0; d < dim; d += 16) store(to + d, load(to + d) / splat(total));
     if (!mass.out || mass.at[token] < 0) continue;
     float* masses = mass.out + (mass.at[token] * shape.kv_heads + kv_head) * view.width;
+    if (query % group == 0) std::memset(masses, 0, sizeof(float) * view.width);
     for (int i = 0; i < merge.count; i++) {
       const Piece& piece = pieces[merge.first + i];
       add_mass(mass.notes + (piece.partial / (dim + 2) + r) * NOTES, piece.pages, top, total, masses + piece.page);

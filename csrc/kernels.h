@@ -63,7 +63,7 @@ struct Merge {
 // The mass of pages, of the tokens that it is wanted of; none if `out` is null.
 struct Mass {
   const int64_t* at;  // [tokens] where a token's masses go, or a negative number
-  float* out;         // [wanted tokens][kv_heads][width], zeros at first
+  float* out;         // [wanted tokens][kv_heads][width]
   float* notes;       // room for NOTES floats for each row of all pieces
 };
 

@@ -48,5 +48,5 @@ def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs
     if any(need.page_mass for need in needs):
         longest = max(row.seq.num_committed + len(row.tokens) for row in rows)
         num_pages = -(-longest // model.layout.page_size)
-        page_mass = torch.zeros(config.num_layers, n, config.num_kv_heads, num_pages, device=device)  # passes add
+        page_mass = torch.empty(config.num_layers, n, config.num_kv_heads, num_pages, device=device)
     return Capture(torch.tensor(tokens, device=device), queries, page_mass)

@@ -174,8 +174,8 @@ class NativeAttention:
     ) -> torch.Tensor:
         """``q [N, H, D]`` → ``[N, H, D]``; the step's own K/V must already be written.
 
-        The page masses of ``tokens [n]`` are added to ``mass [n, G, P]`` (float32): what share of attention a KV head's
-        queries give to each page of the row's list, summed over the heads of its group.
+        The page masses of ``tokens [n]`` are written to ``mass [n, G, P]`` (float32): what share of attention a KV
+        head's queries give to each page of the row's list, summed over the heads of its group.
         """
         q = q.float().contiguous()
         out = torch.empty_like(q)

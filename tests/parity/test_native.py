@@ -112,7 +112,7 @@ def test_masses_of_pages(rows, heads, dtype):
     """Of some tokens, in any order; they equal brute force, and noting them changes no bit of the output."""
     world = World(rows, *heads, dtype)
     tokens = torch.randperm(len(world.q))[:20]
-    mass = torch.zeros(len(tokens), heads[1], world.view.tables.shape[1])
+    mass = torch.full((len(tokens), heads[1], world.view.tables.shape[1]), torch.nan)
     plan = AttnPlan(world.view, world.starts, world.slots)
     kernel, layer = native.NativeAttention(plan, world.layouts[1], world.spec), world.stores[1].layers[0]
     assert torch.equal(kernel(world.q, layer, tokens, mass), kernel(world.q, layer))
