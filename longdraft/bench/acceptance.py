@@ -28,8 +28,9 @@ class AcceptancePlan:
     """Which cells are measured, on how much.
 
     Every task, context and temperature with every one of ``arms`` (their own γ does not matter) and ``gammas``;
-    ``batch`` prompts at a time. Attention is looked at in ``mass_positions`` positions of each prompt. ``baseline`` is
-    the name of the draft that others are compared with.
+    ``batch`` prompts at a time. Drafts are asked at ``positions`` places, the first of which is ``after`` tokens behind
+    the prompt and what its output is made to begin with. Attention is looked at in ``mass_positions`` of them.
+    ``baseline`` is the name of the draft that others are compared with.
     """
 
     tasks: tuple[str, ...]
@@ -41,6 +42,7 @@ class AcceptancePlan:
     positions: int = 64
     batch: int = 8
     mass_positions: int = 4
+    after: int = 0
     baseline: str | None = None
     seed: int = 0
 
@@ -49,6 +51,7 @@ class AcceptancePlan:
             as_int("context", context, 1, 2**31 - 1)
         as_int("prompts", self.prompts, 2, 10_000)  # no interval can be given for one
         as_int("positions", self.positions, 1, 2**20)
+        as_int("after", self.after, 0, 2**20)
         as_int("batch", self.batch, 1, 4096)
         as_int("mass_positions", self.mass_positions, 0, 2**20)
         as_int("seed", self.seed, 0, MAX_SEED - self.prompts)
@@ -60,7 +63,7 @@ class AcceptancePlan:
 
     def setting(self, temperature: float) -> Setting:
         """How a group of prompts is examined."""
-        return Setting(temperature, self.positions, self.gammas, self.mass_positions, self.seed)
+        return Setting(temperature, self.positions, self.gammas, self.mass_positions, self.seed, self.after)
 
 
 def measure(
@@ -144,6 +147,7 @@ class _Trial:
             context=self.context,
             temperature=self.temperature,
             positions=plan.positions,
+            after=plan.after,
             gammas=plan.gammas,
             seed=plan.seed,
             repeated_8gram=repeated_share(self.outputs),
@@ -153,6 +157,6 @@ class _Trial:
         cells = []
         for arm, sample in samples.items():
             draft = self.llm.engine.runner.draft(arm.draft)
-            sizes = draft.bytes_read(self.context), draft.bytes(self.context)
+            sizes = draft.bytes_read(self.context), draft.bytes(self.context), draft.note_bytes(self.context)
             cells += [make_cell(ground, arm, n, sample, *sizes) for n in range(len(plan.gammas))]
         return Result(cells, list(differences(ground, samples, plan.baseline)))

@@ -30,6 +30,7 @@ class AcceptanceCell:
     temperature: float
     prompts: int
     positions: int
+    after: int
     acceptance: float
     ci_low: float
     ci_high: float
@@ -46,7 +47,8 @@ class AcceptanceCell:
     captured_mass_ci: list[float] | None
     bytes_per_token: int
     extra_bytes: int
-    select_ms: float | None
+    note_bytes: int
+    select_ms: float
     identical: bool
     repeated_8gram: float
     answered: float | None
@@ -101,13 +103,14 @@ class Ground:
     context: int
     temperature: float
     positions: int
+    after: int
     gammas: tuple[int, ...]
     seed: int
     repeated_8gram: float
     answered: float | None
 
 
-def make_cell(ground: Ground, arm: Arm, n: int, sample: Sample, bytes_read: int, bytes_held: int) -> AcceptanceCell:
+def make_cell(ground: Ground, arm: Arm, n: int, sample: Sample, read: int, held: int, noted: int) -> AcceptanceCell:
     """The cell of the ``n``-th γ."""
     gamma, asked = ground.gammas[n], ground.positions * len(sample.proposed)
     places = [ratio.estimate(ground.seed) for ratio in by_position(sample, ground.positions)[:gamma]]
@@ -124,6 +127,7 @@ def make_cell(ground: Ground, arm: Arm, n: int, sample: Sample, bytes_read: int,
         temperature=ground.temperature,
         prompts=len(sample.proposed),
         positions=ground.positions,
+        after=ground.after,
         acceptance=places[0].value,
         ci_low=places[0].low,
         ci_high=places[0].high,
@@ -138,9 +142,10 @@ def make_cell(ground: Ground, arm: Arm, n: int, sample: Sample, bytes_read: int,
         coupled_overlap=_value(coupled),
         captured_mass=_value(mass),
         captured_mass_ci=_ends(mass),
-        bytes_per_token=bytes_read,
-        extra_bytes=bytes_held,
-        select_ms=None if np.isnan(seconds) else 1000 * seconds,
+        bytes_per_token=read,
+        extra_bytes=held,
+        note_bytes=noted,
+        select_ms=1000 * seconds,
         identical=bool(sample.identical.all()),
         repeated_8gram=ground.repeated_8gram,
         answered=ground.answered,

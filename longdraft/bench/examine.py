@@ -23,7 +23,6 @@ from longdraft.bench.turns import OnProgress, Rows, advance, end, fill, fork
 from longdraft.config import DraftConfig
 from longdraft.core import Proposal
 from longdraft.drafts.base import DraftRow
-from longdraft.engine.stats import EngineStats
 from longdraft.llm import LLM
 from longdraft.sampling_params import SamplingParams
 
@@ -57,10 +56,15 @@ class Setting:
     gammas: tuple[int, ...]
     mass_positions: int = 0
     seed: int = 0
+    after: int = 0  # output tokens before the first position
 
     def life(self, prompt: Prompt) -> int:
         """Tokens that a row may get without ever reaching its end: the last proposal has room, too, and may stand."""
-        return max(1, len(prompt.then)) + self.positions + max(self.gammas) + 1
+        return self.lead(prompt) + self.positions + max(self.gammas) + 1
+
+    def lead(self, prompt: Prompt) -> int:
+        """Output tokens before the first position: at least the one that comes out of the prefill, without a draft."""
+        return max(1, len(prompt.then)) + self.after
 
     def looked_at(self) -> set[int]:
         """The positions at which attention is computed, spread evenly."""
@@ -73,8 +77,7 @@ class Examination:
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], setting: Setting, first: int = 0) -> None:
         """``first``: how many prompts there were before; it makes the prompts' seeds differ."""
         self.llm, self.prompts, self.setting, self.first = llm, prompts, setting, first
-        # The first output token comes out of the prefill: no draft is asked for it.
-        self.starts = [len(p.ids) + max(1, len(p.then)) for p in prompts]
+        self.starts = [len(p.ids) + setting.lead(p) for p in prompts]
         self.sources: Rows = []  # filled but for their last tokens
         self.made: Rows = []
         self.truth: list[list[int]] = []  # plain decoding's ids, prompt included
@@ -169,9 +172,9 @@ class Examination:
                     stood[i, : accepted(tokens, self.truth[i][self.starts[i] + j :])] += 1
                     proposed[i] += len(tokens)
 
-        before = select_seconds(self.llm.engine.stats)
+        before = self.llm.engine.stats.select_s
         walk(self.llm, rows, config, self.starts, self.setting.positions, ask)
-        each = (select_seconds(self.llm.engine.stats) - before) / count
+        each = (self.llm.engine.stats.select_s - before) / count
         mean = np.array([np.mean(own) if own else np.nan for own in shares])
         found = {"stood": stood, "proposed": proposed, "captured": mean, "select_s": np.full(count, each)}
         found["identical"] = self._as_plain(rows)
@@ -227,11 +230,6 @@ class Examination:
         """Per row whether its ids are plain decoding's, as far as both go."""
         pairs = zip(self.truth, rows, strict=True)
         return np.array([all(a == b for a, b in zip(ids, seq.ids, strict=False)) for ids, seq in pairs])
-
-
-def select_seconds(stats: EngineStats) -> float:
-    """Seconds spent so far on choosing what drafts read. The one place to fill: the engine does not count them yet."""
-    return np.nan
 
 
 def own_tokens(llm: LLM) -> int:

@@ -36,6 +36,7 @@ def acceptance(
     temperature: Annotated[list[float], typer.Option(help="0 is greedy. Repeatable.")] = [0.0, 1.0],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Prompts per cell.")] = 32,
     positions: Annotated[int, typer.Option(help="Positions per prompt at which a draft is asked.")] = 64,
+    after: Annotated[int, typer.Option(help="Output tokens before the first position.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts examined together.")] = 8,
     mass_positions: Annotated[int, typer.Option(help="Positions per prompt at which attention is looked at.")] = 4,
     baseline: Annotated[
@@ -61,7 +62,8 @@ def acceptance(
     arms = make_arms(draft, budget, [max(gamma)], kv)
     if baseline is None and BASELINE in [arm.name for arm in arms]:
         baseline = BASELINE
-    sizes = {"prompts": prompts, "positions": positions, "batch": batch, "mass_positions": mass_positions}
+    sizes = {"prompts": prompts, "positions": positions, "after": after, "batch": batch}
+    sizes["mass_positions"] = mass_positions
     cells = (unique(task), unique(context), arms, unique(gamma), unique(temperature))
     plan = AcceptancePlan(*cells, **sizes, baseline=baseline, seed=seed)
     options.check_outputs(json, plot)
@@ -137,7 +139,7 @@ def _figures(cells: list[AcceptanceCell], title: str) -> Table:
     one = cells[0]
     table = Table(title=title, title_justify="left")
     columns = ("draft", "budget", "γ", "acceptance", "95 %", "by position", "expected", "tokens/verify", "95 %")
-    measured = ("overlap", "coupled", "mass", "KiB read", "KiB more", "select ms", "output")
+    measured = ("overlap", "coupled", "mass", "KiB read", "KiB more", "KiB notes", "select ms", "output")
     for n, heading in enumerate((*columns, *measured)):
         table.add_column(heading, justify="right" if n else "left", no_wrap=True)
     for cell in cells:
@@ -154,6 +156,7 @@ def _figures(cells: list[AcceptanceCell], title: str) -> Table:
             *(_number(x) for x in (cell.overlap, cell.coupled_overlap, cell.captured_mass)),
             f"{cell.bytes_per_token / 2**10:,.0f}",
             f"{cell.extra_bytes / 2**10:,.0f}",
+            f"{cell.note_bytes / 2**10:,.0f}",
             _number(cell.select_ms),
             "identical" if cell.identical else "DIFFERS",
         )

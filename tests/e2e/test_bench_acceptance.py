@@ -220,6 +220,20 @@ def test_a_draft_sees_the_calls_of_the_engine(llm):
     ]
 
 
+@pytest.mark.parametrize("task", ["prose", "second"])
+def test_later_text_is_asked_about_at_the_same_places(llm, task):
+    """Six positions behind five tokens are the last six of eleven."""
+
+    def stood(**places):
+        cell = measure(llm, plan_of(SELF, tasks=(task,), temperatures=(0.0,), gammas=(1,), **places))[0].cells[0]
+        assert (cell.identical, cell.after) == (True, places.get("after", 0))
+        return round(cell.acceptance * cell.prompts * cell.positions)
+
+    early, late = stood(positions=5), stood(positions=6, after=5)
+    assert 0 < late < 24
+    assert early + late == stood(positions=11)
+
+
 def test_ragged_proposals_count_as_not_standing(llm):
     config = slot("noisy")
     place(llm.engine, config, Noisy(llm.engine, seed=1, rate=0.2))
@@ -298,7 +312,7 @@ def test_what_cannot_be_done_is_refused_at_once(folder, llm):
     few = LLM(folder, dtype="float64", kv_cache_memory_bytes=2**23, max_num_seqs=5)
     with pytest.raises(InvalidValueError, match="max_num_seqs"):
         measure(few, plan_of(SELF))
-    for wrong in ({"prompts": 1}, {"positions": 0}, {"batch": 0}, {"baseline": "full"}, {"contexts": (0,)}):
+    for wrong in ({"prompts": 1}, {"positions": 0}, {"after": -1}, {"batch": 0}, {"baseline": "full"}, {"contexts": (0,)}):
         with pytest.raises(InvalidValueError):
             plan_of(SELF, **wrong)
     with pytest.raises(InvalidValueError, match="arms"):
