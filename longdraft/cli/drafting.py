@@ -66,6 +66,8 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
     out.add_row("KV read per token", f"{read[0]:.1f} MiB", f"{read[1]:.1f} MiB by the draft")
     extra = fast["draft_kv_bytes"] / 2**20
     out.add_row("KV of the draft's own", "", f"{extra:.1f} MiB")
+    if fast["draft_note_bytes"]:
+        out.add_row("what it chooses by", "", f"{fast['draft_note_bytes'] / 2**20:.1f} MiB")
     out.add_row("acceptance by position", "", " ".join(f"{x:.2f}" for x in fast["acceptance_by_position"]))
     out.add_row("speed", "1", f"{result.ratio:.2f} x")
     draft_fill = fast["prefill_s"] - plain["prefill_s"]

@@ -89,7 +89,8 @@ class PageSelector(Selector):
     """Rates pages, per layer and KV head; the draft reads the best besides the first and the last ones.
 
     The pages of the first ``sinks`` and the last ``recent`` tokens are always read, as far as the budget allows: sinks
-    take at most half of it, the recent ones at most half of what is left after them and a round's own pages.
+    take at most half of it, the recent ones at most half of what is left after them and a round's own pages, which are
+    read even if the budget is smaller.
     """
 
     sinks: int = 16
