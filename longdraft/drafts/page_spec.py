@@ -1,8 +1,8 @@
 """Self-speculation over chosen pages (MagicDec, arXiv:2408.11049, with page selections): the target's own, in place.
 
-    pages of a row    0 ... | sinks ........... | first ............ newest token ... proposals
-    read              all   | ``count`` of them | all, and those that come until the next choice
-                            | by layer, KV head |
+    pages of a row   0 .... | sinks .................... | first ... the newest token's ... the proposals'
+    what is read     all    | ``count`` of these, others | all, and those that come until the next choice
+                            | for each layer and KV head |
 
 Nothing is copied: the draft's tentative keys and values go to the slots reserved for the step, as in ``SelfSpec``.
 """
