@@ -31,6 +31,7 @@ DRAFTS = {name: replace(draft, budget=24, sinks=4) for name, draft in NAMED.item
 DRAFTS |= {
     "first layers": DraftConfig(layers="first:2", kv="full"),
     "small": DraftConfig(weights="small", budget=24, sinks=4),
+    **{kv: DraftConfig(kv=kv, budget=64, sinks=4) for kv in ("pages", "verified")},  # pages to choose from
 }
 
 
