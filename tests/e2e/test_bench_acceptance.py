@@ -312,7 +312,14 @@ def test_what_cannot_be_done_is_refused_at_once(folder, llm):
     few = LLM(folder, dtype="float64", kv_cache_memory_bytes=2**23, max_num_seqs=5)
     with pytest.raises(InvalidValueError, match="max_num_seqs"):
         measure(few, plan_of(SELF))
-    for wrong in ({"prompts": 1}, {"positions": 0}, {"after": -1}, {"batch": 0}, {"baseline": "full"}, {"contexts": (0,)}):
+    for wrong in (
+        {"prompts": 1},
+        {"positions": 0},
+        {"after": -1},
+        {"batch": 0},
+        {"baseline": "full"},
+        {"contexts": (0,)},
+    ):
         with pytest.raises(InvalidValueError):
             plan_of(SELF, **wrong)
     with pytest.raises(InvalidValueError, match="arms"):
