@@ -319,8 +319,10 @@ inline void attention(const Parallel& p, const Shape& shape, const Part& part, c
   };
   parallel(p, min(p.threads, part.num_pieces), [&](int) {
     const Piece* next;
-    for (const Piece* piece = take(); piece; piece = next) {
-      next = take();  // known before its turn, so that its first tile is fetched in time
+    for (const Piece* piece = take(); piece; piece = next ? next : take()) {
+      // Taken before its turn, so that its first tile is fetched in time; but the last ones go to whoever is free.
+      const bool plenty = part.num_pieces - __atomic_load_n(&taken, __ATOMIC_RELAXED) > p.threads;
+      next = plenty ? take() : nullptr;
       const int64_t row = piece->partial / (shape.dim + 2);
       float* notes = noted(shape, view, *piece, mass) ? mass.notes + row * NOTES : nullptr;
       if (shape.kv_bf16)

@@ -240,7 +240,8 @@ class Runtime {
     if (plan.shape.heads / plan.shape.kv_heads > QUERIES) throw std::invalid_argument("too many heads to a KV head");
     mass_at_.assign(view.starts[view.rows], -1);
     for (int i = 0; i < captured; i++) mass_at_[at<const int64_t>(captured_at)[i]] = i;
-    notes_.resize(plan.partial / (plan.shape.dim + 2) * NOTES);
+    const int64_t room = plan.partial / (plan.shape.dim + 2) * NOTES;
+    if (int64_t(notes_.size()) < room) notes_.resize(room);
     return {mass_at_.data(), at<float>(out), notes_.data()};
   }
 

@@ -127,7 +127,7 @@ class CopySpec(SelfSpec):
         count = min(length, max(0, budget - tail))
         if not self.copies.open(row.seq.id, count, length, row.gamma):
             return False
-        if state.seen:
+        if state.seen and 0 < count < length:
             slots = self.store.slots(row.seq.id, 0, length).to(self.store.k.device)
             chosen = self.selector.choose(state.seen, lambda i: self.store.layout.read_k(self.store.k[i], slots), count)
         else:

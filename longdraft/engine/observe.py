@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import prod
 
 import torch
 
 from longdraft.capture import Capture, Needs, Seen
 from longdraft.core import Row, Sequence
 from longdraft.models.transformer import Transformer
+
+# Bytes of page masses in a pass. All tokens have room for the pages of the longest row: one of 128k tokens among many
+# short ones could ask for gigabytes. Beyond this nothing is told, and drafts choose by what they knew.
+MOST_MASS = 1 << 29
 
 
 class Observation:
@@ -39,8 +44,8 @@ class Observation:
         return self.capture.part(number, number + seq.num_committed - position, position)
 
 
-def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs]) -> Capture:
-    """An empty form for those flat tokens, with room for what anybody needs."""
+def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs]) -> Capture | None:
+    """An empty form for those flat tokens, with room for what anybody needs; ``None`` if that is nothing."""
     config, device, n = model.config, model.device, len(tokens)
     queries = page_mass = None
     if any(need.queries for need in needs):
@@ -48,5 +53,9 @@ def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs
     if any(need.page_mass for need in needs):
         longest = max(row.seq.num_committed + len(row.tokens) for row in rows)
         num_pages = -(-longest // model.layout.page_size)
-        page_mass = torch.empty(config.num_layers, n, config.num_kv_heads, num_pages, device=device)
+        size = (config.num_layers, n, config.num_kv_heads, num_pages)
+        if prod(size) * torch.float32.itemsize <= MOST_MASS:
+            page_mass = torch.empty(size, device=device)
+    if queries is None and page_mass is None:
+        return None
     return Capture(torch.tensor(tokens, device=device), queries, page_mass)

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import takewhile
 
 import torch
@@ -45,7 +46,7 @@ class Runner:
         groups: dict[DraftConfig, list[int]] = defaultdict(list)
         for i, row in enumerate(batch.rows):
             if row.room and row.seq.draft:
-                groups[replace(row.seq.draft, gamma=1)].append(i)  # γ may differ within a group
+                groups[_any_gamma(row.seq.draft)].append(i)
         rows, log_q = list(batch.rows), {}
         for config, members in groups.items():
             started = time.perf_counter()
@@ -115,7 +116,15 @@ class Runner:
         return replace(row, proposal=kept, num_logits=row.num_logits + len(kept))
 
 
+@lru_cache(maxsize=256)
+def _any_gamma(config: DraftConfig) -> DraftConfig:
+    """What rows have in common that are drafted for together: all but γ."""
+    return replace(config, gamma=1)
+
+
+@lru_cache(maxsize=256)
 def _key(config: DraftConfig) -> DraftConfig:
+    """What a draft object is made from: γ and the rule are the rows' business."""
     return replace(config, gamma=1, sampling_rule="coupled")
 
 

@@ -100,3 +100,22 @@ def test_a_fork_shares_what_is_its_own(length, shared):
     if shared:
         memory.observe(8, told(5, [1, 1, 1]))
         assert memory.rate(8, 3).flatten().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("other", [None, "snapkv"])
+def test_masses_that_would_take_too_much_memory_are_left_out(tiny, monkeypatch, other):
+    """The output is the same, and a batch-mate that wants queries still gets them."""
+    from longdraft.engine import observe
+
+    def outputs():
+        engine = make_engine(tiny)
+        drafts = [DRAFT, DRAFT if other is None else DraftConfig(kv=other, budget=64, gamma=2)]
+        params = SamplingParams(seed=2, max_tokens=12)
+        seqs = [engine.sequence(engine.add(PROMPT[: 60 + 9 * i], params, d)) for i, d in enumerate(drafts)]
+        while engine.has_work:
+            engine.step()
+        return [seq.output_ids for seq in seqs]
+
+    want = outputs()
+    monkeypatch.setattr(observe, "MOST_MASS", 100)
+    assert outputs() == want

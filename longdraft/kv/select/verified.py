@@ -61,6 +61,8 @@ class PageMasses(PageMemory):
 
     def observe(self, row: int, seen: Seen) -> None:
         """See ``PageMemory``. What is known already is passed over; after a gap all is forgotten."""
+        if seen.page_mass is None:  # too much for the pass
+            return
         known = self._rows.get(row)
         if known is None or known.stop < seen.start:
             shape = (len(self.store.layers), self.store.layout.num_kv_heads, 0)
@@ -68,9 +70,9 @@ class PageMasses(PageMemory):
         if seen.stop <= known.stop:
             return
         pages = self.store.pages_for(seen.stop)
-        mass = pad(known.mass, (0, pages - known.mass.shape[-1]))
+        mass = pad(known.mass, (0, pages - known.mass.shape[-1])).clone()  # forks may share what is known
         for new in seen.since(known.stop).page_mass.unbind(1):
-            mass = mass * self.decay + new[..., :pages]
+            mass.mul_(self.decay).add_(new[..., :pages])
         self._rows[row] = _Mass(seen.stop, mass)
 
     def rate(self, row: int, pages: int) -> torch.Tensor | None:
