@@ -21,9 +21,15 @@ def demo(
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 4000,
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    draft: drafting.Name = "streaming_llm",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Who proposes tokens: {drafting.NAMES}, or a small model's path or name. Left out: int8 where the "
+            "native kernels run, else streaming_llm."
+        ),
+    ] = None,
     kv: drafting.Kv = None,
-    budget: drafting.Budget = 512,
+    budget: drafting.Budget = 256,
     gamma: drafting.Gamma = 3,
     sampling_rule: drafting.Rule = "coupled",
     dtype: options.Dtype = "auto",
@@ -47,9 +53,11 @@ def demo(
     from longdraft.sampling_params import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    config = drafting.require_draft(drafting.draft_config(draft, budget, gamma, sampling_rule, kv))
+    settings = (budget, gamma, sampling_rule, kv)
+    named = drafting.require_draft(drafting.draft_config(draft, *settings)) if draft else None
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
-    llm = options.make_llm(model, draft=config, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
+    llm = options.make_llm(model, draft=named, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
+    config = named or drafting.draft_config("int8" if llm.model.fused else "streaming_llm", *settings)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")

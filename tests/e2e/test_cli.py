@@ -52,6 +52,7 @@ def test_demo_on_a_small_scale():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["plain"]["tokens"] == 12
+    assert report["draft"]["weights"] == ("target@int8" if _native else "target")
     assert report["identical"] is True
     assert report["speculative"]["tokens_per_verify"] >= 1
     assert "passage 2" in done.stderr
