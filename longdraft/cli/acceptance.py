@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longdraft.cli import drafting, options
-from longdraft.cli.bench import FILE_WIDTH, INTERRUPTED, describe_model, make_arms, own_model, unique
+from longdraft.cli.bench import INTERRUPTED, as_promised, describe_model, make_arms, own_model, show, unique, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,10 +83,6 @@ def acceptance(
 
 def _run(llm: LLM, plan: AcceptancePlan, json: Path | None, plot: Path | None) -> int:
     """Measure, show, write; the exit status."""
-    import json as jsonlib
-
-    from rich.console import Console
-
     from longdraft.bench.acceptance import measure
     from longdraft.bench.acceptance_cells import Result
     from longdraft.bench.acceptance_plot import plot as draw
@@ -105,19 +101,11 @@ def _run(llm: LLM, plan: AcceptancePlan, json: Path | None, plot: Path | None) -
     except KeyboardInterrupt:
         status = INTERRUPTED
     about = describe_model(llm)
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    for table in tables(found, about):
-        console.print(table)
+    show(tables(found, about))
     if plot and found.cells:
         draw(found.cells, plot, f"{about['name']}, {about['dtype']}")
-    line = jsonlib.dumps({"machine": describe_machine(None), "model": about, **found.report()})
-    if json:
-        json.write_text(line + "\n")
-    print(line, flush=True)
-    equal = all(cell.identical for cell in found.cells) or llm.exactness not in ("bit-identical", "identical")
-    return status if equal else 1
+    write({"machine": describe_machine(None), "model": about, **found.report()}, json)
+    return status if as_promised(llm, found.cells) else 1
 
 
 def tables(found: Result, about: dict[str, object]) -> Iterator[Table]:

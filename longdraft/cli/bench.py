@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from longdraft.bench import Arm, Cell, PeerCell, Plan
+    from longdraft.bench.acceptance_cells import AcceptanceCell
     from longdraft.bench.decode import Contest
     from longdraft.cli.progress import Progress
     from longdraft.llm import LLM
@@ -120,10 +121,6 @@ def own_model(arms: tuple[Arm, ...]) -> object:
 
 def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: Path | None, plot: Path | None) -> int:
     """Measure, show, write; the exit status."""
-    import json as jsonlib
-
-    from rich.console import Console
-
     from longdraft.bench.decode import measure
     from longdraft.bench.machine import MemoryRoof, describe_machine
     from longdraft.bench.plot import plot as draw
@@ -140,11 +137,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: 
     except KeyboardInterrupt:
         status = INTERRUPTED
     about = describe_model(llm)
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    for table in tables(cells, peers, about):
-        console.print(table)
+    show(tables(cells, peers, about))
     if plot and cells:
         drafts = ", ".join(dict.fromkeys(arm.name for arm in plan.arms))
         draw(cells, plot, f"{about['name']}, {about['dtype']}, draft {drafts}")
@@ -154,12 +147,34 @@ def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: 
         "cells": [cell.report() for cell in cells],
         "peers": [row.report() for row in peers],
     }
-    line = jsonlib.dumps(report)
-    if json:
-        json.write_text(line + "\n")
+    write(report, json)
+    return status if as_promised(llm, cells) else 1
+
+
+def show(shown: Iterable[Table]) -> None:
+    """Print tables, wide ones whole where no terminal sets a width."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    for table in shown:
+        console.print(table)
+
+
+def write(report: dict[str, object], file: Path | None) -> None:
+    """One line of JSON, the last of stdout, and in ``file`` where there is one."""
+    import json
+
+    line = json.dumps(report)
+    if file:
+        file.write_text(line + "\n")
     print(line, flush=True)
-    equal = all(cell.identical for cell in cells) or llm.exactness not in ("bit-identical", "identical")
-    return status if equal else 1
+
+
+def as_promised(llm: LLM, cells: Iterable[Cell | AcceptanceCell]) -> bool:
+    """Whether outputs are plain decoding's wherever the exactness tier promises equality."""
+    return all(cell.identical for cell in cells) or llm.exactness not in ("bit-identical", "identical")
 
 
 def describe_model(llm: LLM) -> dict[str, object]:

@@ -13,10 +13,8 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.cli.app import app
-from longdraft.engine import decide
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from tests.e2e.test_cli import longdraft
-from tests.parity.models import tiny_checkpoint
 
 CELL = {
     *("batch", "context", "dtype", "draft", "weights", "budget", "gamma", "temperature", "plain_tok_s", "spec_tok_s"),
@@ -28,11 +26,6 @@ FULL = Arm("full", DraftConfig(kv="full", gamma=3))
 LOOKUP = Arm("ngram", DraftConfig(weights="ngram", gamma=2))
 SMALL = {"rounds": 2, "round_tokens": 8}
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", std=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +107,7 @@ def test_forks_are_made_anew_where_their_room_ends(llm):
     assert (cells[0].identical, cells[0].acceptance_by_position, cells[0].shown.rounds) == (True, [1, 1, 1], 12)
 
 
-def wrong_verify(monkeypatch):
-    right = decide.verify_draws
-
-    def wrong(own, proposals):
-        verdict = right(own, proposals)
-        tokens = [[(t + 1) % 128 if n == 1 else t for n, t in enumerate(row)] for row in verdict.tokens]
-        return type(verdict)(verdict.accepted, tokens)
-
-    monkeypatch.setattr(decide, "verify_draws", wrong)
-
-
-def test_a_difference_is_seen(llm, monkeypatch):
-    wrong_verify(monkeypatch)
+def test_a_difference_is_seen(llm, wrong_verify):
     assert [c.identical for c in measure(llm, Plan((2,), (64,), (FULL,), **SMALL))] == [False]
 
 
@@ -225,8 +206,7 @@ def test_the_machine():
     assert json.dumps(machine)
 
 
-def test_a_difference_is_exit_status_1(folder, monkeypatch):
-    wrong_verify(monkeypatch)
+def test_a_difference_is_exit_status_1(folder, monkeypatch, wrong_verify):
     monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
     monkeypatch.setattr("longdraft.bench.machine.ROOF_BYTES", 2**20)
     args = ["--draft", "full", "--batch", "2", "--context", "64", "--rounds", "2", "--round-tokens", "4"]

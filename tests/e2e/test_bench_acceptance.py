@@ -19,22 +19,15 @@ from longdraft.bench.tasks import Prompt
 from longdraft.cli.app import app
 from longdraft.core import Proposal
 from longdraft.drafts.base import Draft, DraftRow
-from longdraft.engine import decide
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError
 from tests.e2e.test_cli import longdraft
 from tests.exact.fake_drafts import Noisy, install, place, slot
-from tests.parity.models import tiny_checkpoint
 
 FULL = Arm("full", DraftConfig(kv="full"))
 SELF = Arm("streaming_llm", DraftConfig(budget=32))
 LOOKUP = Arm("ngram", DraftConfig(weights="ngram"))
 CELL = {field.name for field in fields(AcceptanceCell)}
 SMALL = {"prompts": 4, "positions": 6, "batch": 2, "mass_positions": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", std=0.3)
 
 
 @pytest.fixture
@@ -326,15 +319,7 @@ def test_what_cannot_be_done_is_refused_at_once(folder, llm):
         plan_of()
 
 
-def test_a_difference_from_plain_decoding_is_exit_status_1(folder, monkeypatch):
-    right = decide.verify_draws
-
-    def wrong(own, proposals):
-        verdict = right(own, proposals)
-        tokens = [[(t + 1) % 128 if n == 1 else t for n, t in enumerate(row)] for row in verdict.tokens]
-        return type(verdict)(verdict.accepted, tokens)
-
-    monkeypatch.setattr(decide, "verify_draws", wrong)
+def test_a_difference_from_plain_decoding_is_exit_status_1(folder, wrong_verify):
     done = run_verb(folder, "--draft", "full")
     assert done.exit_code == 1, done.output
     assert [c["identical"] for c in json.loads(done.stdout.splitlines()[-1])["cells"]] == [False]

@@ -27,7 +27,6 @@ from longdraft.cli.app import app
 from longdraft.errors import InvalidValueError, LongDraftError, MissingDependencyError, UnsupportedModelError
 from longdraft.models.config import parse_hf_config
 from longdraft.models.registry import tiny_config
-from tests.parity.models import tiny_checkpoint
 from tests.unit.gguf_files import random_tensors, write_llama_gguf
 
 FULL = Arm("full", DraftConfig(kv="full", gamma=3))
@@ -57,11 +56,6 @@ class Child:
         return dict(seconds=self.seconds, rows=[row[: tokens + 1] for row in self.rows])
 serve(Child)
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", std=0.3)
 
 
 @pytest.fixture(scope="module")

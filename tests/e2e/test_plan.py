@@ -185,7 +185,7 @@ def test_planning_reads_no_weights_and_builds_no_model(monkeypatch):
 
     monkeypatch.setattr(gguf.GGUFWeights, "load", refuse)
     monkeypatch.setattr(Transformer, "__init__", refuse)
-    plan("--hardware", "H200")
+    assert plan("--hardware", "H200")[1]["ranking"]
 
 
 def test_no_plot_no_matplotlib():
