@@ -71,7 +71,9 @@ def _row(axes: Sequence[Axes], cells: list[AcceptanceCell], style: dict[str, dic
     _log2(axes[0], "budget in tokens", sorted({cell.budget for cell in cells if cell.budget is not None}))
     _log2(axes[1], "context in tokens", sorted({cell.context for cell in cells}))
     axes[2].set_xlabel("position (given that all before it stand)")
-    axes[2].set_xticks(range(1, max(cell.gamma for cell in cells) + 1))
+    longest = max(cell.gamma for cell in cells)
+    axes[2].set_xticks(range(1, longest + 1))
+    axes[2].set_xlim(0.5, longest + 0.5)
 
 
 def _first(cell: AcceptanceCell, x: float) -> _Point:
@@ -103,3 +105,4 @@ def _log2(ax: Axes, label: str, ticks: list[int]) -> None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
+        ax.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)  # a single value is not a scale of its own
