@@ -1,0 +1,24 @@
+"""What passes and proposals cost on the machine at hand: the question that online control asks every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from longdraft.config import DraftConfig
+
+
+class Prices(Protocol):
+    """Seconds, from calibrated curves or from the roofline model. Rows may differ in everything."""
+
+    def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
+        """One pass of the target in which row ``i`` feeds ``tokens[i]`` tokens after ``lengths[i]`` cached ones."""
+
+    def draft(self, config: DraftConfig, lengths: Seq[int], gammas: Seq[int]) -> float:
+        """Proposing ``gammas[i]`` tokens for row ``i``, choosing what to read included."""
+
+    def upkeep(self, config: DraftConfig, lengths: Seq[int]) -> float:
+        """What such a draft adds to a pass in which it proposes nothing, to be able to propose in the next one."""
+
+    def wake(self, config: DraftConfig, length: int) -> float:
+        """Bringing the draft's state of one row up to date after it was dropped."""
