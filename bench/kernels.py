@@ -22,7 +22,7 @@ from longdraft.kernels.native import NativeAttention, NativeLinear, runtime
 from longdraft.kv.store import PagedStore
 from longdraft.view import AttnPlan
 
-COPIES = 40  # of a layer's cache: more than any cache of the processor holds, as in a decoding step
+COPIES = 40  # layers' caches: more than any cache of the processor holds, as in a decoding step
 
 
 def clock(call: Callable[[], object]) -> float:
@@ -48,12 +48,11 @@ def attention(heads: int, kv_heads: int, batch: int, context: int, dtype: torch.
     spec = CallSpec("cpu", dtype, dtype, 64, heads // kv_heads, 16)
     layout = NativeAttention.layout(16, kv_heads, 64, spec)
     pages = -(-(context + 8) // 16)
-    stores = [PagedStore(1, batch * pages, layout, dtype, "cpu") for _ in range(COPIES)]
-    for store in stores:
-        for row in range(batch):
-            store.reserve(row, 0, context + 8)
-        store.k.normal_(0, 0.3)
-        store.v.normal_()
+    store = PagedStore(COPIES, batch * pages, layout, dtype, "cpu")
+    for row in range(batch):
+        store.reserve(row, 0, context + 8)
+    store.k.normal_(0, 0.3)
+    store.v.normal_()
     size = 2 * COPIES * batch * context * kv_heads * 64 * dtype.itemsize
     buffer = torch.empty(size, dtype=torch.uint8)
     native.use_huge_pages(buffer)
@@ -61,11 +60,11 @@ def attention(heads: int, kv_heads: int, batch: int, context: int, dtype: torch.
 
     def attend(queries: int, masses: bool = False) -> Callable[[], object]:
         starts = torch.arange(batch + 1) * queries
-        plan = AttnPlan(stores[0].view(range(batch), [context] * batch), starts, torch.zeros(0, dtype=torch.int64))
+        plan = AttnPlan(store.view(range(batch), [context] * batch), starts, torch.zeros(0, dtype=torch.int64))
         kernel, q = NativeAttention(plan, layout, spec), torch.randn(batch * queries, heads, 64)
         tokens = torch.arange(len(q)) if masses else None
         mass = torch.zeros(len(q), kv_heads, pages) if masses else None
-        return lambda: [kernel(q, store.layers[0], tokens, mass) for store in stores]
+        return lambda: [kernel(q, layer, tokens, mass) for layer in store.layers]
 
     calls = {"read": lambda: runtime().read(buffer.data_ptr(), size)}
     calls |= {f"attention {n}": attend(n) for n in (1, 2, 3, 4, 6, 8)}

@@ -12,8 +12,6 @@
 namespace longdraft {
 namespace LONGDRAFT_ISA {
 
-constexpr int FETCH = 8;  // lines fetched while a query's scores become weights
-
 // The state of a piece: queries, running maxima and sums (per lane), unnormalised outputs.
 template <class T>
 struct State {
@@ -21,7 +19,7 @@ struct State {
   alignas(64) uint16_t weights[QUERIES * KEYS];
   alignas(64) float largest[QUERIES], sums[QUERIES * 16], out[QUERIES * MAX_DIM];
   alignas(64) typename T::Item queries[QUERIES * MAX_DIM];
-  alignas(64) typename T::Item clean[TILE][PAGE * MAX_DIM];  // values of pages that end in junk
+  alignas(64) typename T::Item clean[PAGE * MAX_DIM];  // values of a page that ends in junk
   int position[QUERIES];
 };
 
@@ -47,8 +45,12 @@ class Worker {
   void run(const float* q, int stride, float* partial) {
     prepare(q, stride);
     const int end = piece_.page + piece_.pages;
-    for (int page = piece_.page; page < end; page += TILE)
-      if (positions_ || first_[page] <= highest_) tile(page, min(TILE, end - page));
+    Tile now = tile_at(piece_, piece_.page);
+    for (int page = piece_.page; page < end; page += TILE) {
+      const Tile next = page + TILE < end ? tile_at(piece_, page + TILE) : next_ ? tile_at(*next_, next_->page) : now;
+      if (positions_ || first_[page] <= highest_) tile(page, now, next);
+      now = next;
+    }
     for (int r = 0; r < rows_; r++) {
       float* out = partial + int64_t(r) * (shape_.dim + 2);
       out[0] = s_.largest[r];
@@ -88,11 +90,6 @@ class Worker {
     return int64_t(piece.row) * view_.lists + (view_.lists == 1 ? 0 : piece.head);
   }
 
-  const Item* at(const Item* storage, const Piece& piece, int page, int head) const {
-    const int64_t number = view_.pages[list_of(piece) * view_.width + page];
-    return storage + (number * shape_.kv_heads + piece.head + head) * page_items_;
-  }
-
   int slot(int page, int i) const { return positions_ ? positions_[page * PAGE + i] : first_[page] + i; }
 
   bool visible(int position) const {
@@ -105,111 +102,93 @@ class Worker {
     return !positions_ && last <= lowest_ && (first >= view_.window[piece_.row] || last < view_.sinks[piece_.row]);
   }
 
-  // All heads' keys, then all heads' values: a thread reads on at few places.
-  void tile(int page, int count) {
-    bool whole = count == TILE;
-    for (int i = 0; i < count; i++) whole = whole && plain(page + i);
-    Next next = after(page);
-    for (int head = 0; head < piece_.heads; head++) {
-      const Tile<T> k = blocks(k_, page, count, head, next);
-      const int base = head * piece_.count;
-      in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, k); });
-      if (!whole) mask(base, page, count);
+  // Where the pages of a tile lie, in items from the beginning of a layer's keys or values.
+  struct Tile {
+    int count, heads;
+    int64_t at[TILE];
+    const Item* block(const Item* storage, int i, int head, int64_t items) const {
+      return storage + at[min(i, count - 1)] + min(head, heads - 1) * items;
     }
-    next = after(page);
-    const char* fetched = nullptr;
-    for (int r = 0, line = 0; r < rows_; r++) {
-      if (line == 0) fetched = ahead(v_, next, s_.clean[0]);
-      softmax(r, page - piece_.page, fetched + line * 64);
-      line = line + FETCH < items_ ? line + FETCH : 0;
-    }
-    next = after(page);
-    for (int head = 0; head < piece_.heads; head++) {
-      Tile<T> v = blocks(v_, page, count, head, next);
-      if (!whole) hide_junk(page, count, v);
-      const int base = head * piece_.count;
-      in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, v); });
-    }
-  }
-
-  // The tile that will be read after this one, of this piece or the first of the next, and how far it has been fetched.
-  struct Next {
-    const Piece* piece;  // or null
-    int page, end, head;
   };
-  Next after(int page) const {
-    const int left = piece_.page + piece_.pages - page - TILE;
-    if (left > 0) return {&piece_, page + TILE, page + TILE + min(TILE, left), 0};
-    return next_ ? Next{next_, next_->page, next_->page + min(TILE, next_->pages), 0} : Next{nullptr, 0, 0, 0};
-  }
-
-  // Its next block in the order of addresses; `none` where there is no more.
-  const char* ahead(const Item* storage, Next& next, const Item* none) const {
-    if (next.page == next.end) return reinterpret_cast<const char*>(none);
-    const Item* block = at(storage, *next.piece, next.page, next.head);
-    if (++next.head == next.piece->heads) next.head = 0, next.page++;
-    return reinterpret_cast<const char*>(block);
-  }
-
-  Tile<T> blocks(const Item* storage, int page, int count, int head, Next& next) const {
-    Tile<T> t;
-    for (int i = 0; i < TILE; i++) {
-      t.block[i] = at(storage, piece_, page + min(i, count - 1), head);
-      t.ahead[i] = ahead(storage, next, t.block[i]);
-    }
+  Tile tile_at(const Piece& piece, int page) const {
+    Tile t{min(TILE, piece.page + piece.pages - page), piece.heads, {}};
+    const int32_t* numbers = view_.pages + list_of(piece) * view_.width + page;
+    for (int i = 0; i < t.count; i++) t.at[i] = (int64_t(numbers[i]) * shape_.kv_heads + piece.head) * page_items_;
     return t;
   }
 
-  template <int R>
-  void scores(Rows<R>, int row, const Tile<T>& k) {
-    scores_of<T, R>(s_.queries + row * items_, items_, k, s_.scores + row * KEYS);
+  // Keys, then values, in the order of their addresses: page by page, and all heads of each. The processor fetches ahead
+  // by itself only where a thread reads on, and jumps from page to page cost a third of the bandwidth. What is fetched
+  // meanwhile comes next, values after keys and the next tile's keys after values: it must not be driven out before.
+  void tile(int page, const Tile& now, const Tile& next) {
+    bool whole = now.count == TILE;
+    for (int i = 0; i < now.count; i++) whole = whole && plain(page + i);
+    for (int i = 0; i < now.count; i++)
+      for (int head = 0; head < piece_.heads; head++) {
+        const Item *k = now.block(k_, i, head, page_items_), *later = now.block(v_, i, head, page_items_);
+        const int base = head * piece_.count;
+        in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, i, k, later); });
+      }
+    if (!whole) mask(page, now.count);
+    for (int r = 0; r < rows_; r++) softmax(r, page - piece_.page);
+    for (int i = 0; i < now.count; i++)
+      for (int head = 0; head < piece_.heads; head++) {
+        const Item *v = now.block(v_, i, head, page_items_), *later = next.block(k_, i, head, page_items_);
+        if (!whole) v = without_junk(page + i, v);
+        const int base = head * piece_.count;
+        in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, i, v, later); });
+      }
   }
 
   template <int R>
-  void values(Rows<R>, int row, const Tile<T>& v) {
+  void scores(Rows<R>, int row, int i, const Item* k, const Item* ahead) {
+    scores_of<T, R>(s_.queries + row * items_, items_, k, ahead, s_.scores + row * KEYS + i * PAGE);
+  }
+
+  template <int R>
+  void values(Rows<R>, int row, int i, const Item* v, const Item* ahead) {
     const Item* p;
     if constexpr (T::PER_ITEM == 1)
-      p = s_.scores + row * KEYS;
+      p = s_.scores + row * KEYS + i * PAGE;
     else
-      p = reinterpret_cast<const uint32_t*>(s_.weights) + row * (KEYS / 2);
+      p = reinterpret_cast<const uint32_t*>(s_.weights) + (row * KEYS + i * PAGE) / 2;
+    float* out = s_.out + row * shape_.dim;
     int d = 0;
     for (; d + VALUE_BLOCKS * 16 <= shape_.dim; d += VALUE_BLOCKS * 16)
-      values_of<T, R, VALUE_BLOCKS>(p, v, shape_.dim, d, s_.out + row * shape_.dim);
-    for (; d < shape_.dim; d += 16) values_of<T, R, 1>(p, v, shape_.dim, d, s_.out + row * shape_.dim);
+      values_of<T, R, VALUE_BLOCKS>(p, v, ahead, shape_.dim, d, out);
+    for (; d < shape_.dim; d += 16) values_of<T, R, 1>(p, v, ahead, shape_.dim, d, out);
   }
 
-  // Values behind the row's length may be anything, and 0 · NaN is NaN: such pages are read through a clean copy.
-  void hide_junk(int page, int count, Tile<T>& v) {
-    for (int i = 0; i < TILE; i++) {
-      bool junk = i >= count;
-      for (int t = 0; t < PAGE && !junk; t++) junk = slot(page + i, t) >= view_.lens[piece_.row];
-      if (!junk) continue;
-      std::memcpy(s_.clean[i], v.block[i], page_items_ * sizeof(Item));
-      for (int t = 0; t < PAGE; t++) {
-        if (i < count && slot(page + i, t) < view_.lens[piece_.row]) continue;
-        for (int d = 0; d < shape_.dim; d++) {
-          if constexpr (T::PER_ITEM == 1)
-            s_.clean[i][t * shape_.dim + d] = 0.0f;
-          else
-            reinterpret_cast<uint16_t*>(s_.clean[i])[((t / 2) * shape_.dim + d) * 2 + t % 2] = 0;
-        }
+  // Values behind the row's length may be anything, and 0 · NaN is NaN: such a page is read through a clean copy.
+  const Item* without_junk(int page, const Item* v) {
+    bool junk = false;
+    for (int t = 0; t < PAGE && !junk; t++) junk = slot(page, t) >= view_.lens[piece_.row];
+    if (!junk) return v;
+    std::memcpy(s_.clean, v, page_items_ * sizeof(Item));
+    for (int t = 0; t < PAGE; t++) {
+      if (slot(page, t) < view_.lens[piece_.row]) continue;
+      for (int d = 0; d < shape_.dim; d++) {
+        if constexpr (T::PER_ITEM == 1)
+          s_.clean[t * shape_.dim + d] = 0.0f;
+        else
+          reinterpret_cast<uint16_t*>(s_.clean)[((t / 2) * shape_.dim + d) * 2 + t % 2] = 0;
       }
-      v.block[i] = s_.clean[i];
     }
+    return s_.clean;
   }
 
-  void mask(int base, int page, int count) {
+  void mask(int page, int count) {
     for (int i = 0; i < TILE; i++)
       for (int t = 0; t < PAGE; t++) {
         const int position = i < count ? slot(page + i, t) : 1 << 30;
         const bool seen = i < count && visible(position);
-        for (int r = base; r < base + piece_.count; r++)
+        for (int r = 0; r < rows_; r++)
           if (!seen || position > s_.position[r]) s_.scores[r * KEYS + i * PAGE + t] = -INFINITY;
       }
   }
 
   // Scores of a query become weights; its sums and outputs are rescaled where a larger score has come.
-  void softmax(int r, int page, const char* ahead) {
+  void softmax(int r, int page) {
     float* scores = s_.scores + r * KEYS;
     V a[TILE], top = load(scores) * scale_;
     for (int i = 0; i < TILE; i++) a[i] = load(scores + i * PAGE) * scale_, top = max(a[i], top);
@@ -224,7 +203,6 @@ class Worker {
     const bool none = s_.largest[r] == -INFINITY;  // nothing seen so far
     V total = zero();
     for (int i = 0; i < TILE; i++) {
-      for (int line = 0; line < FETCH / TILE; line++, ahead += 64) prefetch(ahead);
       a[i] = none ? keep_nan(a[i]) : exp2(a[i] - splat(s_.largest[r]));
       total = total + a[i];
       if constexpr (T::PER_ITEM == 1)

@@ -43,51 +43,36 @@ inline void in_blocks(int count, const F& f) {
   }
 }
 
-// One head's blocks of a tile of four pages, and as many that will be read later. Those are fetched line by line between
-// the products and in the order of their addresses: bursts, and jumps from page to page, cost a third of the bandwidth.
-template <class T>
-struct Tile {
-  const typename T::Item* block[TILE];
-  const char* ahead[TILE];
-};
-
-// scores[r][64] = q[r] · K, page by page: four sums over every fourth step of the head's dimensions
+// scores[r][page's 16] = q[r] · K of one page and head: four sums over every fourth step of the head's dimensions.
+// `ahead` is a block that will be read later, fetched line by line between the products.
 template <class T, int R>
-inline void scores_of(const typename T::Item* q, int items, const Tile<T>& k, float* scores) {
+inline void scores_of(const typename T::Item* q, int items, const typename T::Item* k, const typename T::Item* ahead, float* scores) {
   constexpr int SUMS = 4;
-  for (int page = 0; page < TILE; page++) {
-    V acc[R][SUMS];
-    for (auto& row : acc)
-      for (auto& v : row) v = zero();
-    for (int d = 0; d < items; d += SUMS) {
-      for (int i = 0; i < SUMS; i++) {
-        prefetch(k.ahead[page] + (d + i) * 64);
-        for (int r = 0; r < R; r++)
-          acc[r][i] = T::multiply(acc[r][i], q + r * items + d + i, k.block[page] + (d + i) * 16);
-      }
+  V acc[R][SUMS];
+  for (auto& row : acc)
+    for (auto& v : row) v = zero();
+  for (int d = 0; d < items; d += SUMS) {
+    for (int i = 0; i < SUMS; i++) {
+      prefetch(ahead + (d + i) * 16);
+      for (int r = 0; r < R; r++) acc[r][i] = T::multiply(acc[r][i], q + r * items + d + i, k + (d + i) * 16);
     }
-    for (int r = 0; r < R; r++)
-      store(scores + r * KEYS + page * PAGE, (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]));
   }
+  for (int r = 0; r < R; r++) store(scores + r * KEYS, (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]));
 }
 
-// o[r][block of the dimensions] += p[r] · V, in the order of the tokens
+// o[r][block of the dimensions] += p[r] · V of one page and head, in the order of the tokens
 template <class T, int R, int B>
-inline void values_of(const typename T::Item* p, const Tile<T>& v, int dim, int at, float* o) {
+inline void values_of(const typename T::Item* p, const typename T::Item* v, const typename T::Item* ahead, int dim, int at, float* o) {
   constexpr int STEPS = PAGE / T::PER_ITEM;
   const int line = dim;  // items per step: dim floats, or dim pairs
   V acc[R][B];
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) acc[r][b] = load(o + r * dim + at + b * 16);
-  for (int page = 0; page < TILE; page++) {
-    const typename T::Item* block = v.block[page] + at;
-    const char* ahead = v.ahead[page] + at * 4;
-    for (int s = 0; s < STEPS; s++) {
-      for (int b = 0; b < B; b++) {
-        prefetch(ahead + (int64_t(s) * line + b * 16) * 4);
-        for (int r = 0; r < R; r++)
-          acc[r][b] = T::multiply(acc[r][b], p + r * (KEYS / T::PER_ITEM) + page * STEPS + s, block + s * line + b * 16);
-      }
+  for (int s = 0; s < STEPS; s++) {
+    for (int b = 0; b < B; b++) {
+      const int64_t step = int64_t(s) * line + at + b * 16;
+      prefetch(ahead + step);
+      for (int r = 0; r < R; r++) acc[r][b] = T::multiply(acc[r][b], p + r * (KEYS / T::PER_ITEM) + s, v + step);
     }
   }
   for (int r = 0; r < R; r++)
