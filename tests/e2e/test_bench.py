@@ -14,7 +14,7 @@ from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbe
 from longdraft.bench.plot import check_plot, plot
 from longdraft.cli.app import app
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
-from tests.e2e.test_cli import longdraft
+from tests.e2e.command import longdraft
 
 CELL = {
     *("batch", "context", "dtype", "draft", "weights", "budget", "gamma", "temperature", "plain_tok_s", "spec_tok_s"),

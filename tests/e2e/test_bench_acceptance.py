@@ -20,7 +20,7 @@ from longdraft.cli.app import app
 from longdraft.core import Proposal
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError
-from tests.e2e.test_cli import longdraft
+from tests.e2e.command import longdraft
 from tests.exact.fake_drafts import Noisy, install, place, slot
 
 FULL = Arm("full", DraftConfig(kv="full"))

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from longdraft.errors import InvalidValueError, LongDraftError, TemplateError
 from longdraft.llm import LLM
 from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats, StreamOutput
 from longdraft.sampling_params import SamplingParams
+from tests.e2e.command import longdraft_process
 
 FRANCE, ITALY = "What is the capital of France?", "And of Italy?"
 PARIS = "The capital of France is Paris."
@@ -452,15 +452,9 @@ def test_the_prompt_stays_out_of_redirected_answers(monkeypatch, capsys):
 # --- the command ---
 
 
-def longdraft(*args, stdin=None):
-    command = [sys.executable, "-m", "longdraft", *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, env=environment)
-
-
 def test_the_command_answers_line_by_line_in_a_pipe():
     args = ("chat", "--max-tokens", "12", "--stats", "--draft", "streaming_llm", "--max-model-len", "512")
-    done = longdraft(*args, stdin=f"{FRANCE}\n/nope\n{ITALY}\n")
+    done = longdraft_process(*args, stdin=f"{FRANCE}\n/nope\n{ITALY}\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{PARIS}\nThe capital of Italy is Rome.\n"
     assert "tokens per verify" in done.stderr and "'/nope'" in done.stderr

@@ -1,27 +1,18 @@
 """The command line as a user meets it: outputs, streams, exit codes, errors without tracebacks."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
 from longdraft.kernels.native import _native
+from tests.e2e.command import COMMAND, longdraft, longdraft_process
 
-COMMAND = [sys.executable, "-m", "longdraft"]
 TIER = "near-tie" if _native is None else "bit-identical"  # in float32 and bfloat16
-# One thread each: several of these may run beside each other on few cores.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def longdraft(*args, stdin=None):
-    command = [*COMMAND, *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
 
 
 def test_generate_prints_text_on_stdout_and_figures_on_stderr():
-    done = longdraft("generate", "The capital of France is", "--max-tokens", "8")
+    done = longdraft_process("generate", "The capital of France is", "--max-tokens", "8")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr
@@ -86,7 +77,7 @@ def test_errors_name_value_limit_and_fix_without_a_traceback(args, words):
 
 
 def test_debug_shows_the_traceback():
-    done = longdraft("generate", "x", "--model", "nowhere", "--debug")
+    done = longdraft_process("generate", "x", "--model", "nowhere", "--debug")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 

@@ -11,7 +11,8 @@ from longdraft.compare import compare
 from longdraft.core import Place, Sequence
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, forced_logits, margin, rounding, tier
-from tests.e2e.test_cli import TIER, longdraft
+from tests.e2e.command import longdraft
+from tests.e2e.test_cli import TIER
 
 KEYS = {
     *("tokens_per_s", "tokens", "seconds", "prefill_s", "draft_s", "verify_s"),
@@ -199,7 +200,9 @@ def test_generate_compares_on_the_command_line():
     assert plain.stdout.strip() == report["results"][0]["text"].strip()
 
 
-def test_verify_prints_the_tier_and_its_checks():
+def test_verify_prints_the_tier_and_its_checks(monkeypatch):
+    monkeypatch.setattr("longdraft.cli.verify.PROMPTS", 2)
+    monkeypatch.setattr("longdraft.cli.verify.NEW_TOKENS", 8)
     done = longdraft("verify", "--prompt-tokens", "60", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

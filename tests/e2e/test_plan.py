@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from longdraft.cli.app import app
 from longdraft.cli.numbers import parse_numbers
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, LongDraftError
-from tests.e2e.test_cli import longdraft
+from tests.e2e.command import longdraft
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SUMMARY = {

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from longdraft import SamplingParams
+from longdraft.core import Place, Sequence
+from longdraft.exactness import forced_logits
+from longdraft.spec.next_tokens import next_tokens
 from tests.conftest import greedy, make_engine, run, run_alone
 
 
@@ -19,6 +22,17 @@ def random_params(rng):
         {"temperature": 1.0, "min_p": 0.1, "top_k": 40},
     )
     return SamplingParams(seed=seed, max_tokens=rng.randint(1, 40), **rng.choice(kinds))
+
+
+def drawn(model, prompt, params, output):
+    """The ids that plain decoding draws after the prompt and after each token of ``output``, by one pass over all.
+
+    If they are ``output`` itself, step by step decoding of this request alone returns it: each token is what the
+    tokens before it give.
+    """
+    seq = Sequence(0, prompt, len(prompt), params, params.seed, len(prompt) + len(output))
+    logits = forced_logits(model, [[*prompt, *output]], len(output) + 1)
+    return next_tokens(logits[:-1], [Place(seq, output[:i]) for i in range(len(output))])[0]
 
 
 class World:
@@ -61,6 +75,24 @@ class World:
                 self.done.append((*self.live.pop(output.seq.id), True))
         self.engine.store.check_integrity()
 
+    def run(self, steps):
+        """Random traffic for so many steps, and on until everybody is done."""
+        for _ in range(steps):
+            self.act()
+        while self.live:
+            self.step()
+
+    def check(self):
+        """Every output is that of its request alone, as far as it came, and nothing is left behind."""
+        engine = self.engine
+        assert engine.store.num_free_pages == engine.store.num_pages
+        assert engine.stats.preemptions > 20
+        assert self.aborted > 10
+        assert len(self.done) > 100
+        for prompt, params, output, complete in self.done:
+            assert output == drawn(self.model, prompt, params, output)
+            assert len(output) == params.max_tokens or not complete
+
     def act(self):
         if len(self.live) < 3 or self.rng.random() < 0.25:
             self.join()
@@ -77,21 +109,20 @@ class World:
 def test_a_thousand_random_steps(tiny, seed):
     """Join, leave, abort, preempt and fork at random for 1,000 steps: outputs equal isolated runs, no page leaks."""
     world = World(tiny, seed, num_pages=16, max_num_seqs=9, max_num_batched_tokens=32)
-    for _ in range(1000):
-        world.act()
-    while world.live:
-        world.step()
-    engine = world.engine
-    assert engine.store.num_free_pages == engine.store.num_pages
-    assert engine.stats.preemptions > 20
-    assert world.aborted > 10
-    assert len(world.done) > 100
-    cache = {}
-    for prompt, params, output, complete in world.done:
-        key = (tuple(prompt), params)
-        if key not in cache:
-            cache[key] = run_alone(tiny, prompt, params)
-        assert output == (cache[key] if complete else cache[key][: len(output)])
+    world.run(1000)
+    world.check()
+
+
+def test_one_pass_is_the_oracle_of_step_by_step_decoding(tiny):
+    """What the checks of random traffic rest on: true of a plain run, and of no other output."""
+    rng = random.Random(3)
+    for n in (1, 16, 40):
+        prompt, params = [rng.randrange(128) for _ in range(n)], random_params(rng)
+        want = run_alone(tiny, prompt, params)
+        assert drawn(tiny, prompt, params, want) == want
+        for i in range(len(want)):
+            other = [*want[:i], (want[i] + 1) % 128, *want[i + 1 :]]
+            assert drawn(tiny, prompt, params, other) != other
 
 
 def test_a_fork_with_another_seed_leaves_its_source_alone(tiny):

@@ -31,23 +31,27 @@ def letters() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def outcome(model, tokenizer, draft, **params):
-    """(text, ids, finish reason, logprobs) of one request, beside another one."""
-    engine = Engine(model, EngineConfig(max_model_len=256, num_pages=40), tokenizer=tokenizer)
-    settings = {"temperature": 0, "max_tokens": 48, "logprobs": 1}
-    seq = engine.sequence(engine.add(PROMPT, SamplingParams(**{**settings, **params}), draft))
+def outcomes(model, tokenizer, drafts, **params):
+    """(text, ids, finish reason, logprobs) of one request under each of ``drafts``, all together, beside another."""
+    engine = Engine(model, EngineConfig(max_model_len=256, num_pages=8 * len(drafts) + 8), tokenizer=tokenizer)
+    settings = SamplingParams(**{"temperature": 0, "max_tokens": 48, "logprobs": 1, **params})
+    seqs = [engine.sequence(engine.add(PROMPT, settings, draft)) for draft in drafts]
     engine.add([1, 2, 3], SamplingParams(seed=1, max_tokens=40), DraftConfig(kv="full", gamma=3))
     list(run(engine))
     assert engine.store.num_free_pages == engine.store.num_pages
-    assert len(seq.logprobs) == len(seq.output_ids)
+    assert all(len(seq.logprobs) == len(seq.output_ids) for seq in seqs)
     assert not engine._texts
-    text = tokenizer.decode(seq.output_ids) if seq.stop_text is None else seq.stop_text
-    return text, seq.output_ids, seq.finish_reason, seq.logprobs
+    texts = [tokenizer.decode(seq.output_ids) if seq.stop_text is None else seq.stop_text for seq in seqs]
+    return [(text, s.output_ids, s.finish_reason, s.logprobs) for text, s in zip(texts, seqs, strict=True)]
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=IDS)
-def test_stop_strings_end_at_the_same_place(tiny, letters, draft):
-    text, ids, _, _ = outcome(tiny, letters, None)
+def under_every_draft(model, tokenizer, **params):
+    """The same as :func:`outcomes`, by the draft's name and without the log-probabilities."""
+    return dict(zip(IDS, (o[:3] for o in outcomes(model, tokenizer, DRAFTS, **params)), strict=True))
+
+
+def test_stop_strings_end_at_the_same_place(tiny, letters):
+    ((text, ids, _, _),) = outcomes(tiny, letters, [None])
     ends, so_far = [], ""
     for token in ids:
         so_far += letters.decode([token])
@@ -57,41 +61,37 @@ def test_stop_strings_end_at_the_same_place(tiny, letters, draft):
     spanning = text[ends[14] - 1 : ends[18] + 1]  # over the border of a block of 16
     unfinished = text[-2:] + "#"
     for stops in ([inside], [early], [spanning], [spanning, inside], ["#", early], [unfinished], [text[-1:]]):
-        found = [text.find(s) for s in stops if s in text]
-        got_text, got_ids, reason, _ = outcome(tiny, letters, draft, stop=stops)
-        if not found:
-            assert (got_text, got_ids, reason) == (text, ids, "length")
-            continue
-        complete = min(text.find(s) + len(s) for s in stops if s in text)
-        kept = next(i for i, end in enumerate(ends) if end >= complete) + 1
-        assert got_ids == ids[:kept]
-        assert reason == "stop"
-        assert got_text == text[: min(text.find(s) for s in stops if s in text[: ends[kept - 1]])]
+        want = (text, ids, "length")
+        if any(s in text for s in stops):
+            complete = min(text.find(s) + len(s) for s in stops if s in text)
+            kept = next(i for i, end in enumerate(ends) if end >= complete) + 1
+            want = (text[: min(text.find(s) for s in stops if s in text[: ends[kept - 1]])], ids[:kept], "stop")
+        assert under_every_draft(tiny, letters, stop=stops) == dict.fromkeys(IDS, want)
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=IDS)
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1, "top_k": 5, "seed": 4}])
-def test_logprobs_equal_a_teacher_forced_pass(tiny, letters, draft, params):
-    _, ids, _, logprobs = outcome(tiny, letters, draft, logprobs=5, **params)
+def test_logprobs_equal_a_teacher_forced_pass(tiny, letters, params):
+    got = outcomes(tiny, letters, DRAFTS, logprobs=5, **params)
+    ids = got[0][1]
+    assert [o[1] for o in got] == [ids] * len(DRAFTS)
     rows = forced_logits(tiny, [[*PROMPT, *ids]], len(ids) + 1)[:-1].log_softmax(dim=-1)
-    for token, entry, row in zip(ids, logprobs, rows, strict=True):
-        assert next(iter(entry)) == token
-        best = row.topk(5)
-        assert set(entry) == {token, *best.indices.tolist()}
-        for other, value in entry.items():
-            assert value.logprob == pytest.approx(float(row[other]), abs=1e-10)
-            assert value.rank == 1 + int((row > row[other]).sum())
-        assert entry[token].logprob != 0.0
+    for name, (_, _, _, logprobs) in zip(IDS, got, strict=True):
+        for token, entry, row in zip(ids, logprobs, rows, strict=True):
+            assert next(iter(entry)) == token, name
+            assert set(entry) == {token, *row.topk(5).indices.tolist()}, name
+            for other, value in entry.items():
+                assert abs(value.logprob - float(row[other])) < 1e-10, name
+                assert value.rank == 1 + int((row > row[other]).sum()), name
+            assert entry[token].logprob != 0.0
 
 
 @pytest.mark.parametrize("m", range(0, 12))
 def test_a_stop_and_the_cap_at_the_same_token(tiny, letters, m):
     """Exactly the cap, whichever comes first (case O05)."""
-    _, ids, _, _ = outcome(tiny, letters, None, max_tokens=12)
-    for draft in DRAFTS:
-        _, got, reason, _ = outcome(tiny, letters, draft, max_tokens=8, stop_token_ids=(ids[m],))
-        first = ids.index(ids[m])
-        assert (got, reason) == ((ids[: first + 1], "stop") if first < 8 else (ids[:8], "length"))
+    ((_, ids, _, _),) = outcomes(tiny, letters, [None], max_tokens=12)
+    kept = ids[: min(8, ids.index(ids[m]) + 1)]
+    want = (letters.decode(kept), kept, "stop" if ids[m] in kept else "length")
+    assert under_every_draft(tiny, letters, max_tokens=8, stop_token_ids=(ids[m],)) == dict.fromkeys(IDS, want)
 
 
 TEXT = "naïve 🙂🙂 한국어 日本語 ďábelské 👩‍🚀 end"
@@ -169,9 +169,9 @@ def test_stop_strings_need_a_tokenizer(tiny):
 
 
 def test_forks_and_preemption_keep_text_and_logprobs(tiny, letters):
-    text, ids, _, logprobs = outcome(tiny, letters, None)
+    ((text, ids, _, logprobs),) = outcomes(tiny, letters, [None])
     stop = text[len(text) // 2 : len(text) // 2 + 4]
-    want = outcome(tiny, letters, None, stop=stop)
+    (want,) = outcomes(tiny, letters, [None], stop=stop)
     engine = Engine(tiny, EngineConfig(max_model_len=256, num_pages=40), tokenizer=letters)
     params = SamplingParams(temperature=0, max_tokens=48, logprobs=1, stop=stop)
     first = engine.sequence(engine.add(PROMPT, params, DraftConfig(kv="full", gamma=3)))
