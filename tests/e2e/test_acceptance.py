@@ -27,7 +27,7 @@ def test_no_cliff_along_a_repeated_passage(llm, novels):
     passage = llm.encode(novels["austen_pride_and_prejudice"][20_000:24_000])[:PASSAGE]
     draft = DraftConfig(kv="streaming_llm", budget=256, gamma=3)
     rates = []
-    for length in (1000, 3000, 6000):
+    for length in (1000, 6000):
         rate, output = acceptance(llm, (passage * 40)[:length], draft, 60)
         rates.append(rate)
         assert output[:20] == (passage * 40)[length : length + 20]  # it does go on repeating

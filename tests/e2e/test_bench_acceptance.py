@@ -20,7 +20,7 @@ from longdraft.cli.app import app
 from longdraft.core import Proposal
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError
-from tests.e2e.command import longdraft
+from tests.e2e.command import longdraft_process
 from tests.exact.fake_drafts import Noisy, install, place, slot
 
 FULL = Arm("full", DraftConfig(kv="full"))
@@ -347,7 +347,7 @@ def test_the_verb(tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     sizes = ("--context", "150", "--prompts", "2", "--positions", "4", "--budget", "16", "--gamma", "1", "--gamma", "2")
     names = ("--task", "needle", "--draft", "streaming_llm", "--draft", "ngram", "--temperature", "1")
-    done = longdraft("bench", "acceptance", *sizes, *names, "--json", str(file), "--plot", str(picture))
+    done = longdraft_process("bench", "acceptance", *sizes, *names, "--json", str(file), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads(file.read_text())
