@@ -23,6 +23,14 @@ torch.set_num_threads(1)
 os.environ.setdefault("LONGDRAFT_THREADS", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbouring tests go to the same worker: a module's models and imports are made once, not in every worker."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 @pytest.fixture(autouse=True)
 def closed_network(monkeypatch):
     """No test may reach another machine: connecting anywhere but to this one fails the test."""

