@@ -82,5 +82,21 @@ class MissingDependencyError(LongDraftError):
         super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Run: {install}")
 
 
+class CalibrationError(LongDraftError):
+    """A file of calibrations is damaged, or has none for what was asked; the message names the file and the fix."""
+
+    def __init__(self, file: object, problem: str, fix: str) -> None:
+        self.file, self.problem, self.fix = str(file), problem, fix
+        super().__init__(f"{file}: {problem}. {fix}")
+
+
+class BusyMachineError(LongDraftError):
+    """Others use the processors so much that what is timed would say nothing; the message gives their share."""
+
+    def __init__(self, share: float, limit: float, fix: str) -> None:
+        self.share, self.limit, self.fix = share, limit, fix
+        super().__init__(f"Others use {share:.0%} of the processors' time, but timing allows {limit:.0%}. {fix}")
+
+
 class KernelError(LongDraftError):
     """No kernel serves a call; the message prints the call and every implementation's reason."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -18,6 +17,7 @@ from longdraft import __version__
 from longdraft.kernels import native
 from longdraft.models.transformer import Transformer
 from longdraft.planner.cost import network, pass_work
+from longdraft.planner.hardware import processor
 
 ROOF_BYTES = 2**30  # beyond any cache
 FOREIGN_SHARE, STEAL_SHARE = 0.02, 0.01  # of all cores' time; more disturbs a round
@@ -77,9 +77,15 @@ class Load:
 def disturbed(before: Load, after: Load) -> bool:
     """Whether others used so much of the processors in between that what was timed does not count."""
     all_cores = (after.wall - before.wall) * (psutil.cpu_count() or 1)
-    foreign = (after.busy - before.busy) - (after.own - before.own)
     stolen = after.steal - before.steal
-    return foreign > max(FOREIGN_SHARE * all_cores, TICKS_S) or stolen > max(STEAL_SHARE * all_cores, TICKS_S)
+    return foreign_s(before, after) > max(FOREIGN_SHARE * all_cores, TICKS_S) or stolen > max(
+        STEAL_SHARE * all_cores, TICKS_S
+    )
+
+
+def foreign_s(before: Load, after: Load) -> float:
+    """Seconds of processor time that others used in between."""
+    return (after.busy - before.busy) - (after.own - before.own)
 
 
 def describe_machine(roof: MemoryRoof | None) -> dict[str, object]:
@@ -87,7 +93,7 @@ def describe_machine(roof: MemoryRoof | None) -> dict[str, object]:
     bandwidth = roof.bytes_per_s if roof else None
     built = native._native is not None
     return {
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "isa": native.runtime().isa if built else None,
         "threads": native.runtime().threads if built else torch.get_num_threads(),
@@ -95,16 +101,6 @@ def describe_machine(roof: MemoryRoof | None) -> dict[str, object]:
         "read_gb_s": bandwidth and round(bandwidth / 1e9, 2),
         "versions": versions(PACKAGES),
     }
-
-
-def _processor() -> str:
-    """Its name; on Linux ``platform`` does not know it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

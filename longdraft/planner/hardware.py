@@ -1,15 +1,17 @@
 """Peaks of named accelerators, and the constants by which real passes fall short of them.
 
-Owns ``Hardware`` and the table ``hardware.json``, which says for each figure where it comes from. Calibration will fill
-the same fields with what it measures.
+Owns ``Hardware`` and the table ``hardware.json``, which says for each figure where it comes from. Calibration fills the
+same fields with what it measures (``calibration.py``).
 """
 
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError
@@ -87,6 +89,16 @@ def named_hardware(name: str) -> Hardware:
     """The accelerator ``name``, however its letters are cased; ``InvalidValueError`` with the list otherwise."""
     known = {key.lower(): value for key, value in known_hardware().items()}
     if name.lower() not in known:
-        fix = "Or describe yours by --bandwidth-gb-s and --tflops."
+        fix = "Or say calibrated for what longdraft calibrate measured, or give --bandwidth-gb-s and --tflops."
         raise InvalidValueError("--hardware", name, f"must be one of {', '.join(known_hardware())}", fix)
     return known[name.lower()]
+
+
+def processor() -> str:
+    """The name of this machine's processor; on Linux ``platform`` does not know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
