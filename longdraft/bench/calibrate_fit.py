@@ -31,8 +31,14 @@ from longdraft.planner.curves import (
 from longdraft.planner.hardware import OVERLAPS, Hardware
 
 KNEES = (0, *range(2, 33, 2))  # tokens beyond which arithmetic may no longer hide
-QUERIES = (1, 2, 3, 4, 6)
-LOWEST, HIGHEST = 1e-9, 1e3  # of what the roofline model is fitted with
+QUERIES = (1.0, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)  # and the same of a row's queries, over its keys
+# What the roofline model is fitted with: first guess, least and most.
+ROOFLINE = {
+    "tflops": (1.0, 1e-5, 1e6),
+    "bandwidth_gb_s": (50.0, 1e-3, 1e6),
+    "layer_s": (1e-5, 1e-9, 1.0),
+    "row_s": (1e-5, 1e-9, 1.0),
+}
 
 Predict = Callable[[Hardware], float]
 
@@ -73,17 +79,17 @@ def fit_roofline(target: Target, measured: Sequence[Measured]) -> tuple[Hardware
     fitted = [(predict, m.seconds) for m, predict in pairs if not m.point.held_out]
 
     def hardware(logs: np.ndarray, overlap: str) -> Hardware:
-        constants = dict(zip(("tflops", "bandwidth_gb_s", "layer_s", "row_s"), map(float, np.exp(logs)), strict=True))
+        constants = dict(zip(ROOFLINE, map(float, np.exp(logs)), strict=True))
         return Hardware(**{**vars(target.hardware), **constants, "overlap": overlap})
 
     def residuals(logs: np.ndarray, overlap: str) -> list[float]:
         found = hardware(logs, overlap)
         return [np.log(predict(found) / seconds) for predict, seconds in fitted]
 
+    begin, low, high = np.log(list(ROOFLINE.values())).T
     tries = []
     for overlap in OVERLAPS:
-        begin = np.log([1.0, 50.0, 1e-5, 1e-5])
-        done = least_squares(residuals, begin, bounds=(np.log(LOWEST), np.log(1e6)), args=(overlap,), loss="soft_l1")
+        done = least_squares(residuals, begin, bounds=(low, high), args=(overlap,), loss="soft_l1")
         tries.append((done.cost, overlap, done.x))
     _, overlap, logs = min(tries, key=lambda t: t[0])
     best = hardware(logs, overlap)

@@ -11,7 +11,7 @@ from longdraft.drafts.registry import selector
 from longdraft.errors import ContextLengthError
 
 ROOM = 64  # tokens behind a row's context, for what is timed
-TOKENS = (2, 3, 5, 9)  # that a verification feeds per row
+TOKENS = (2, 3, 4, 9, 6, 5)  # that a verification feeds per row
 GAMMAS = (2, 3, 5, 1)
 RAGGED = (1, 4, 2, 6)  # either, of rows that differ
 CONTEXTS = 512, 2048, 8192
@@ -81,10 +81,10 @@ class Grid:
     def _target(self) -> Iterator[Point]:
         """Plain steps everywhere, and verifications of two sizes each."""
         for (i, batch), (j, context) in product(enumerate(self.batches), enumerate(self.contexts)):
-            for tokens in (1, TOKENS[(i + j) % 4], TOKENS[(i + j + 2) % 4]):
+            for tokens in (1, TOKENS[(i + j) % 6], TOKENS[(i + j + 3) % 6]):
                 yield _even(batch, context, tokens)
         for (i, batch), (j, context) in product(enumerate(_between(self.batches)), enumerate(_between(self.contexts))):
-            for tokens in (1, (3, 6, 4, 2)[(2 * i + j) % 4]):
+            for tokens in (1, (4, 7, 3, 5)[(2 * i + j) % 4]):
                 yield replace(_even(batch, context, tokens), held_out=True)
         for batch in _between(self.batches):
             yield self._ragged(batch)
@@ -105,7 +105,7 @@ class Grid:
     def _noted(self, draft: DraftConfig) -> Iterator[Point]:
         """Passes that tell ``draft`` what it needs."""
         for i, (batch, context) in enumerate(product(self.batches, self.contexts[1:] or self.contexts)):
-            yield _even(batch, context, (1, 4)[i % 2], draft, noted=True)
+            yield _even(batch, context, (1, 4, 2)[i % 3], draft, noted=True)
         yield self._ragged(_between(self.batches)[-1], draft, noted=True)
 
     def _ragged(self, batch: int, draft: DraftConfig | None = None, noted: bool = False) -> Point:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +13,10 @@ from longdraft.cli.numbers import parse_numbers
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from longdraft.bench.calibrate import Outcome
     from longdraft.config import DraftConfig
     from longdraft.llm import LLM
     from longdraft.planner.calibration import Calibration
-    from longdraft.planner.curves import DraftCurve
 
 INTERRUPTED = 130
 DRAFTS = ("streaming_llm", "int8", "layer_skip", "verified", "pages", "snapkv", "ngram")
@@ -27,7 +24,6 @@ QUICK_DRAFTS = ("streaming_llm", "int8", "ngram")
 QUICK_MINUTES, MINUTES = 0.6, 2.5
 MOST_ROWS = 512  # of all sizes together
 GOOD = 0.10, 0.25  # errors of held-out points: median, worst
-WORST_SHOWN = 3
 
 
 def calibrate(
@@ -65,6 +61,7 @@ def calibrate(
     one JSON object. Leave the machine alone meanwhile.
     """
     from longdraft.cli.bench import write
+    from longdraft.cli.calibration_tables import points
     from longdraft.config import as_float
     from longdraft.planner.calibration import default_file, load, store
 
@@ -72,7 +69,7 @@ def calibrate(
     known = load(file)  # says now if it is damaged
     if show:
         _show_stored(file, known)
-        write({"file": str(file), "calibrations": [_report(c) for c in known]}, json)
+        write({"file": str(file), "calibrations": [asdict(c) for c in known]}, json)
         return
     options.check_outputs(json, plot)
     minutes = as_float("--minutes", QUICK_MINUTES if quick else MINUTES if minutes is None else minutes, 0.0, 600.0)
@@ -88,7 +85,7 @@ def calibrate(
         from longdraft.bench.calibrate_plot import plot_calibration
 
         plot_calibration(outcome, plot)
-    write({"file": str(file), **_report(outcome.calibration), "points": list(_points(outcome))}, json)
+    write({"file": str(file), **asdict(outcome.calibration), "points": list(points(outcome))}, json)
 
 
 def make_drafts(llm: LLM, names: list[str], default: tuple[str, ...]) -> list[DraftConfig]:
@@ -120,109 +117,24 @@ def _measure(
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _report(calibration: Calibration) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return asdict(calibration)
-
-
-def _points(outcome: Outcome) -> Iterator[dict[str, object]]:
-    from longdraft.planner.curves import kind
-
-    for m, predicted in zip(outcome.measured, outcome.predicted, strict=True):
-        point = m.point
-        yield {
-            "kind": "target" if point.draft is None else kind(point.draft),
-            "noted": point.noted,
-            "budget": point.draft and point.draft.budget,
-            "lengths": point.lengths,
-            "sizes": point.sizes,
-            "held_out": point.held_out,
-            "measured_ms": 1e3 * m.seconds,
-            "extra_ms": 1e3 * m.extra_s,
-            "predicted_ms": 1e3 * predicted,
-        }
-
-
 def _show_stored(file: Path, known: list[Calibration]) -> None:
     from longdraft.cli.bench import show
+    from longdraft.cli.calibration_tables import curves, figures
 
     if not known:
         typer.echo(f"{file}: no calibrations yet")
     for calibration in known:
-        show([_figures(calibration, file), _curves(calibration)])
+        show([figures(calibration, file), curves(calibration)])
 
 
 def _show(outcome: Outcome, file: Path) -> None:
     """Tables, and what to do if the fit is poor."""
     from longdraft.cli.bench import show
+    from longdraft.cli.calibration_tables import curves, figures, worst
 
     calibration = outcome.calibration
-    show([_figures(calibration, file), _curves(calibration), *_worst(outcome)])
+    show([figures(calibration, file), curves(calibration), worst(outcome)])
     errors = calibration.errors
     if errors.median > GOOD[0] or errors.worst > GOOD[1] or calibration.noisy:
         said = "Others used the machine while it was measured" if calibration.noisy else "The curves fit poorly"
         typer.secho(f"{said}: expect errors. A longer run (--minutes) on a quiet machine is better.", err=True)
-
-
-def _figures(calibration: Calibration, file: Path) -> Table:
-    from rich.table import Table
-
-    where, errors, hardware = calibration.setting, calibration.errors, calibration.hardware
-    out = Table(title=f"{calibration.name} on {where.machine}", show_header=False, title_justify="left")
-    out.add_column(style="bold")
-    out.add_column()
-    out.add_row("setting", f"{where.dtype}, KV {where.kv_dtype}, {where.kernels}, {where.threads} threads")
-    out.add_row("memory read", f"{hardware.bandwidth_gb_s:.1f} GB/s")
-    out.add_row("arithmetic", f"{1e3 * hardware.tflops:,.0f} GFLOP/s")
-    out.add_row("overheads", f"{1e6 * hardware.layer_s:.0f} µs per layer, {1e6 * hardware.row_s:.0f} µs per row")
-    out.add_row("anchor", f"{1e3 * calibration.anchor_s:.2f} ms")
-    median, worst = f"median {errors.median:.1%}, worst {errors.worst:.1%}", errors.roofline_worst
-    out.add_row("curves, held out", f"{median} of {errors.points} points")
-    out.add_row("roofline, held out", f"median {errors.roofline_median:.1%}, worst {worst:.1%}")
-    out.add_row("measured up to", f"{calibration.batch} rows, {calibration.context:,} tokens")
-    out.add_row("made", calibration.made + (", NOISY" if calibration.noisy else ""))
-    out.add_row("stored in", str(file))
-    return out
-
-
-def _curves(calibration: Calibration) -> Table:
-    """The curves' constants; of choosing and telling what they come to for one row of 4,096 tokens."""
-    from rich.table import Table
-
-    out = Table(title="Curves", title_justify="left")
-    headings = ("", "step, ms", "token, ms", "beyond", "1,000 keys, µs", "and query, µs", "beyond", "choosing, ms")
-    for heading in (*headings, "telling, ms", "waking, ms"):
-        out.add_column(heading, justify="right" if heading else "left")
-    curves = calibration.curves
-    for name, draft in {"target": None, **curves.drafts}.items():
-        step = curves.passes if draft is None else draft.step
-        out.add_row(name, *(_constants(step) if step else [""] * 6), *(_beside(draft) if draft else [""] * 3))
-    out.caption = "Choosing, telling and waking: one row of 4,096 tokens, of which 512 are read."
-    out.caption_justify = "left"
-    return out
-
-
-def _constants(step: object) -> list[str]:
-    tokens = f"{1e3 * step.token_s:.3f}", f"+{1e3 * step.excess_s:.3f} from {step.knee + 1}"
-    queries = f"{1e9 * step.query_s:.0f}", f"{step.queries}" if step.query_s else ""
-    return [f"{1e3 * step.step_s:.2f}", *tokens, f"{1e9 * step.key_s:.0f}", *queries]
-
-
-def _beside(draft: DraftCurve) -> list[str]:
-    length, read = 4096, 512
-    spent = draft.choice.seconds([length], [read]), draft.noting.seconds([length], [1]), length * draft.wake_s
-    return [f"{1e3 * s:.3f}" if s else "" for s in spent]
-
-
-def _worst(outcome: Outcome) -> Iterator[Table]:
-    from rich.table import Table
-
-    pairs = zip(outcome.measured, outcome.predicted, strict=True)
-    errors = [(predicted / m.seconds - 1, m, predicted) for m, predicted in pairs if m.point.held_out]
-    out = Table(title="Largest errors of what was held out", title_justify="left")
-    for heading in ("", "measured, ms", "predicted, ms", "error"):
-        out.add_column(heading, justify="right" if heading else "left")
-    for error, m, predicted in sorted(errors, key=lambda e: -abs(e[0]))[:WORST_SHOWN]:
-        out.add_row(m.point.label, f"{1e3 * m.seconds:.3f}", f"{1e3 * predicted:.3f}", f"{error:+.1%}")
-    yield out

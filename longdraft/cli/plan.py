@@ -22,6 +22,7 @@ WIDTH = 150  # where no terminal sets one
 DEFAULT_CONTEXT = 16384
 MOST_ROWS = 65536
 MOST_CELLS = 400
+CALIBRATED = "calibrated"
 
 
 def plan(
@@ -29,7 +30,10 @@ def plan(
         str | None,
         typer.Argument(help="Known name, config.json, folder, GGUF file or hub id. Left out: the embedded model."),
     ] = None,
-    hardware: Annotated[str | None, typer.Option(help="An accelerator's name; a wrong one lists them.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="An accelerator's name (a wrong one lists them), or calibrated: see longdraft calibrate."),
+    ] = None,
     batch: Annotated[list[str], typer.Option(help="Rows decoded together: 64, 1,8,64 or 1..256.")] = ["32"],  # noqa: B006
     context: Annotated[
         list[str], typer.Option(help="Tokens per row: 16k, 4k,64k or 1k..128k. Left out: 16k, or the model's limit.")
@@ -85,8 +89,10 @@ def plan(
     _run(Planner(target, tuple(chosen), max_gamma), batches, contexts, target_speedup, json, plot)
 
 
-def make_hardware(name: str | None, bandwidth: float | None, tflops: float | None, memory: float | None) -> Hardware:
-    """The named accelerator, or one of the user's own figures, taken as they are reached."""
+def make_hardware(
+    name: str | None, bandwidth: float | None, tflops: float | None, memory: float | None
+) -> Hardware | None:
+    """The named accelerator, or one of the user's own figures, taken as they are reached; ``None``: as calibrated."""
     from longdraft.planner.hardware import Hardware, known_hardware, named_hardware
 
     own = {"--bandwidth-gb-s": bandwidth, "--tflops": tflops, "--memory-gib": memory}
@@ -96,18 +102,19 @@ def make_hardware(name: str | None, bandwidth: float | None, tflops: float | Non
                 raise InvalidValueError(
                     option, value, "it describes another machine than --hardware", "Give one of both."
                 )
-        return named_hardware(name)
+        return None if name.lower() == CALIBRATED else named_hardware(name)
     if bandwidth is None or tflops is None:
         names = ", ".join(known_hardware())
-        limit = f"must name what to plan for: {names}"
+        limit = f"must name what to plan for: {CALIBRATED}, {names}"
         raise InvalidValueError(
             "--hardware", name, limit, "Or give both --bandwidth-gb-s and --tflops of your machine."
         )
     return Hardware("your machine", tflops, bandwidth, memory, source="given")
 
 
-def make_target(model: str | None, hardware: Hardware, dtype: str, kv_dtype: str) -> Target:
-    """The model on the machine, in the types that were asked for."""
+def make_target(model: str | None, hardware: Hardware | None, dtype: str, kv_dtype: str) -> Target:
+    """The model on the machine (``None``: this one, as calibrated), in the types that were asked for."""
+    from longdraft.planner.calibration import calibrated_hardware
     from longdraft.planner.candidates import Target
     from longdraft.planner.catalogue import find_model
     from longdraft.planner.cost import BYTES
@@ -116,6 +123,7 @@ def make_target(model: str | None, hardware: Hardware, dtype: str, kv_dtype: str
         if value not in BYTES:
             raise InvalidValueError(option, value, f"must be one of {', '.join(BYTES)}")
     name, config = find_model(model)
+    hardware = hardware or calibrated_hardware(config, dtype, kv_dtype)
     return Target(name, config, hardware, BYTES[dtype], BYTES[kv_dtype])
 
 

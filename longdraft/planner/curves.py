@@ -33,10 +33,10 @@ class PassCurve:
     key_s: float
     query_s: float
     knee: int = 0
-    queries: int = 1
+    queries: float = 1.0
 
     @staticmethod
-    def terms(keys: Seq[int], tokens: Seq[int], knee: int, queries: int) -> tuple[float, ...]:
+    def terms(keys: Seq[int], tokens: Seq[int], knee: int, queries: float) -> tuple[float, ...]:
         """What the five constants are multiplied by: row ``i`` feeds ``tokens[i]`` and reads ``keys[i]`` in all."""
         fed = sum(tokens)
         many = sum(k * max(0, t - queries) for k, t in zip(keys, tokens, strict=True))
