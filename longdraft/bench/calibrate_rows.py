@@ -189,10 +189,12 @@ class SyntheticRows:
                 window = min(WINDOW, seq.num_committed)
                 seq.draft, seq.num_committed = point.draft, seq.num_committed - window
                 rows.append(Row(seq, window, 1))
+            newest = [row.seq.ids.pop() for row in rows]  # it comes of this pass
             batch = Batch(rows, prefill=True)
             self.runner.forward(batch)
-            for row in rows:
+            for row, token in zip(rows, newest, strict=True):
                 row.seq.num_committed += row.num_tokens
+                row.seq.ids.append(token)
             self.runner.follow(batch)
             for row in rows:
                 row.seq.draft = None

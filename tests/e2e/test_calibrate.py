@@ -32,18 +32,24 @@ def llm(folder):
     return LLM(folder, dtype="float32", kv_cache_memory_bytes=2**24, max_num_seqs=64)
 
 
-def synthetic(llm, points):
-    return SyntheticRows(llm, points, lambda *args: None)
+@pytest.fixture
+def synthetic(llm):
+    """Makes rows, and checks that all is given back."""
+    made = []
 
+    def make(points):
+        made.append(SyntheticRows(llm, points, lambda *args: None))
+        return made[-1]
 
-def given_back(llm, rows):
-    rows.close()
+    yield make
+    for rows in made:
+        rows.close()
     store = llm.engine.store
     store.check_integrity()
     assert store.num_free_pages == store.num_pages
 
 
-def test_what_is_timed_is_what_the_point_says(llm, monkeypatch):
+def test_what_is_timed_is_what_the_point_says(synthetic, monkeypatch):
     fed = []
     forward = Runner.forward
 
@@ -53,24 +59,23 @@ def test_what_is_timed_is_what_the_point_says(llm, monkeypatch):
 
     monkeypatch.setattr(Runner, "forward", watch)
     plain, verify = Point((100, 37), (1, 1)), Point((100, 37), (3, 1))
-    rows = synthetic(llm, [plain, verify])
+    rows = synthetic([plain, verify])
     rows.time(plain)
     assert set(map(tuple, fed)) == {((100, 1, 1), (37, 1, 1))}
     fed.clear()
     rows.time(verify)
     assert set(map(tuple, fed)) == {((100, 3, 3), (37, 1, 1))}
-    given_back(llm, rows)
 
 
 @pytest.mark.parametrize(
     "name", ["streaming_llm", "layer_skip", "verified", "pages", "snapkv", "topk", "ngram", "full"]
 )
-def test_drafts_propose_what_was_asked_and_choose_in_every_round(llm, name):
+def test_drafts_propose_what_was_asked_and_choose_in_every_round(llm, synthetic, name):
     draft = replace(NAMED[name], budget=32)
     chooses = name in CHOOSING
     draft = replace(draft, refresh=1) if chooses else draft
     point = Point((160, 90), (3, 1), draft)
-    rows, asked, told = synthetic(llm, [point]), [], []
+    rows, asked, told = synthetic([point]), [], []
     made = llm.engine.runner.draft(draft)
     propose, observe = made.propose, made.observe
 
@@ -92,14 +97,13 @@ def test_drafts_propose_what_was_asked_and_choose_in_every_round(llm, name):
     assert asked and all(round == [(3, 3), (1, 1)] for round in asked)
     if name == "ngram":
         assert rows.wake(draft, (0, 160)) > 0  # 160 tokens are looked at again
-    given_back(llm, rows)
 
 
 @pytest.mark.parametrize("name", ["verified", "snapkv", "pages"])
-def test_noted_passes_tell_the_draft_of_each_token_each_time(llm, name):
+def test_noted_passes_tell_the_draft_of_each_token_each_time(llm, synthetic, name):
     draft = replace(NAMED[name], budget=32)
     point = Point((160, 90), (4, 2), draft, noted=True)
-    rows, told = synthetic(llm, [point]), []
+    rows, told = synthetic([point]), []
     made = llm.engine.runner.draft(draft)
     observe = made.observe
 
@@ -119,18 +123,16 @@ def test_noted_passes_tell_the_draft_of_each_token_each_time(llm, name):
     expected = [(160, 164), (90, 92)] if last is None else [last(160, 4), last(90, 2)]
     assert [stop for _, stop in told] == 2 * [stop for _, stop in expected]
     assert name == "pages" or told == 2 * expected
-    given_back(llm, rows)
 
 
-def test_points_for_which_there_is_no_room_are_left_out(llm):
+def test_points_for_which_there_is_no_room_are_left_out(llm, synthetic):
     grid = make_grid((1, 2, 80), (), (16,), 256)
     points = grid.points([])
     kept = fitting(llm, points)
     assert 0 < len(kept) < len(points) and kept[0] == points[0]
-    rows = synthetic(llm, kept)
+    rows = synthetic(kept)
     for point in kept:
         rows.time(point)
-    given_back(llm, rows)
     with pytest.raises(KVCapacityError, match="too few for 200 rows of 192.*--batch"):
         fitting(llm, [Point((192,) * 200, (1,) * 200)])
 
