@@ -107,7 +107,6 @@ class SyntheticRows:
         seqs = []
         for key in enumerate(point.lengths):
             source, seq = self._row(key), self._row(key, copy=True)
-            draft.release(seq.id)
             draft.fork(source, seq)
             seq.draft = point.draft
             seqs.append(seq)

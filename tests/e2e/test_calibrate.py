@@ -47,6 +47,8 @@ def synthetic(llm):
     store = llm.engine.store
     store.check_integrity()
     assert store.num_free_pages == store.num_pages
+    for draft in llm.engine.runner._drafts.values():
+        assert not getattr(draft, "_states", None), draft  # nothing is known of anybody
 
 
 def test_what_is_timed_is_what_the_point_says(synthetic, monkeypatch):
@@ -96,7 +98,9 @@ def test_drafts_propose_what_was_asked_and_choose_in_every_round(llm, synthetic,
     assert told == ([160, 90] if chooses else [])  # once, of the ends of the texts
     assert asked and all(round == [(3, 3), (1, 1)] for round in asked)
     if name == "ngram":
-        assert rows.wake(draft, (0, 160)) > 0  # 160 tokens are looked at again
+        state = made._states[rows._row((0, 160)).id]
+        assert rows.wake(draft, (0, 160)) > 0
+        assert made._states[rows._row((0, 160)).id] is not state  # all tokens were looked at again
 
 
 @pytest.mark.parametrize("name", ["verified", "snapkv", "pages"])
@@ -106,8 +110,15 @@ def test_noted_passes_tell_the_draft_of_each_token_each_time(llm, synthetic, nam
     rows, told = synthetic([point]), []
     made = llm.engine.runner.draft(draft)
     observe = made.observe
+    known = {
+        "verified": lambda seq: made.memory._rows[seq.id].stop,
+        "pages": lambda seq: made.memory._seen[seq.id].stop,
+        "snapkv": lambda seq: made._states[seq.id].seen.stop,
+    }[name]
 
     def watch(seq, seen):
+        if seen.stop > 160 or 90 < seen.stop < 160:
+            assert known(seq) == seq.num_prompt  # what the row knew before it, and no more
         told.append((seen.start, seen.stop))
         observe(seq, seen)
 

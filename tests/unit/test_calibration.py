@@ -331,6 +331,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         (("calibrations", 0, "curves", "passes", "key_s"), "x", r"curves.passes.key_s is 'x', not float"),
         (("calibrations", 0, "curves", "passes", "key_s"), -1e-7, "key_s is -1e-07"),
         (("calibrations", 0, "curves", "passes", "key_s"), float("nan"), "key_s is nan"),
+        (("calibrations", 0, "curves", "passes", "key_s"), float("inf"), "key_s is inf"),
         (("calibrations", 0, "curves", "passes", "key_s"), True, "key_s is True"),
         (("calibrations", 0, "curves", "passes", "more"), 1.0, "unknown or missing fields: more"),
         (("calibrations", 0, "setting"), {"model": "x"}, "unknown or missing fields: dtype, kernels"),
