@@ -32,6 +32,8 @@ from longdraft.planner.hardware import GIB, Hardware
 
 BLOCK = 5  # points between two measurements of the anchor
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
+ROUNDS_OF_LONG = 2  # of points that take more than their share of the time at once
+LEAST_BLOCKS = 10  # before anything is said of how many were disturbed
 LISTEN_S = 1.0  # before anything is timed
 MOST_FOREIGN = 0.1  # of all cores' time, while listening
 MOST_NOISY, FEW_NOISY = 0.5, 0.2  # of the blocks: too many to go on, and few enough not to mention
@@ -164,25 +166,24 @@ def require_quiet(seconds: float = LISTEN_S) -> None:
 def measure(
     rows: SyntheticRows, points: Sequence[Point], seconds: float, report: OnProgress, force: bool = False
 ) -> Record:
-    """Time ``points``, the first of which is the anchor, for about as many ``seconds``; three rounds at least.
+    """Time ``points``, the first of which is the anchor, for about as many ``seconds``; two or three rounds at least.
 
     Without ``force`` raises ``BusyMachineError`` after a round if others disturbed most blocks.
     """
-    record = Record()
-    anchor, others = points[0], list(points[1:])
-    started = time.perf_counter()
+    record, anchor, others = Record(), points[0], list(points[1:])
+    end = time.perf_counter() + seconds
     costs = {}
     for i, point in enumerate(points):  # once for nothing: drafts make their buffers, and first choices
-        costs[point] = max(LEAST_S, rows.time(point).seconds)
+        costs[point] = max(LEAST_S, rows.time(point).seconds) * (2 if point.noted else 1)
         report("warm up", i + 1, len(points), "points")
-    rounds = list(_rounds(others, costs, seconds - (time.perf_counter() - started), costs[anchor]))
-    total = sum(map(len, rounds))
-    for number, chosen in enumerate(rounds):
-        random.Random(number).shuffle(chosen)  # noqa: S311 - an order, no secret
-        for i in range(0, len(chosen), BLOCK):
-            _block(rows, record, anchor, chosen[i : i + BLOCK])
-            report("measure", sum(map(len, rounds[:number])) + min(i + BLOCK, len(chosen)), total, "points")
-        if not force and record.noisy > MOST_NOISY * record.blocks:
+    rounds = list(_rounds(others, costs, end - time.perf_counter(), costs[anchor]))
+    blocks = [(number, block) for number, chosen in enumerate(rounds) for block in _blocks(chosen, number)]
+    for done, (number, block) in enumerate(blocks):
+        if number >= LEAST_ROUNDS and time.perf_counter() > end:
+            break
+        _time_block(rows, record, anchor, block)
+        report("measure", done + 1, len(blocks), "blocks")
+        if not force and record.blocks >= LEAST_BLOCKS and record.noisy > MOST_NOISY * record.blocks:
             raise BusyMachineError(record.noisy / record.blocks, MOST_NOISY, FIX)
     record.ratios = {anchor: [Timed(1.0)]} | {point: record.ratios[point] for point in others}
     return record
@@ -191,10 +192,11 @@ def measure(
 def _rounds(
     points: Sequence[Point], costs: dict[Point, float], seconds: float, anchor_s: float
 ) -> Iterator[list[Point]]:
-    """The points of each round: all in the first three; then those that have not had their share of the time yet."""
+    """The points of each round: all in the first ones; then those that have not had their share of the time yet."""
     used, share = dict.fromkeys(points, 0.0), seconds / max(1, len(points))
     for number in range(MOST_ROUNDS):
-        chosen = [p for p in points if number < LEAST_ROUNDS or used[p] + costs[p] < share]
+        least = {p: ROUNDS_OF_LONG if costs[p] > share else LEAST_ROUNDS for p in points}
+        chosen = [p for p in points if number < least[p] or used[p] + costs[p] < share]
         spent = sum(costs[p] for p in chosen) + 2 * anchor_s * (-(-len(chosen) // BLOCK))
         if not chosen or (number >= LEAST_ROUNDS and spent > seconds):
             return
@@ -204,7 +206,14 @@ def _rounds(
         yield chosen
 
 
-def _block(rows: SyntheticRows, record: Record, anchor: Point, points: Sequence[Point]) -> None:
+def _blocks(points: list[Point], number: int) -> Iterator[list[Point]]:
+    """The points of a round in an order of its own, a few at a time."""
+    order = random.Random(number).sample(points, len(points))  # noqa: S311 - no secret
+    for i in range(0, len(order), BLOCK):
+        yield order[i : i + BLOCK]
+
+
+def _time_block(rows: SyntheticRows, record: Record, anchor: Point, points: Sequence[Point]) -> None:
     """Time some points between two measurements of the anchor; again where others disturbed that, but once only."""
     for _ in range(2):
         before = Load.now()

@@ -90,12 +90,13 @@ class Grid:
             yield self._ragged(batch)
 
     def _proposals(self, draft: DraftConfig) -> Iterator[Point]:
-        """Every batch with every budget, contexts by turns. What chooses is made to choose in every round."""
+        """Every batch with every budget. What chooses is made to choose in every round."""
         if watches(draft):
             draft = replace(draft, refresh=1)
         budgets = self.budgets if bounded(draft) else (draft.budget,)
         for (i, batch), (j, budget) in product(enumerate(self.batches), enumerate(budgets)):
-            context = self.contexts[(j - i - 1) % len(self.contexts)]  # a choice reads whole rows: long ones if few
+            # Only choices look at whole rows, one row after another: long ones where there are few.
+            context = self.contexts[max(0, len(self.contexts) - 1 - i - j)]
             yield _even(batch, context, GAMMAS[(i + j) % 4], replace(draft, budget=budget))
         middle = replace(draft, budget=_between(budgets)[0])
         for batch, context in zip(_between(self.batches), reversed(_between(self.contexts)), strict=False):
