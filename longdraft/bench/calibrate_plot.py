@@ -50,8 +50,8 @@ def plot_calibration(outcome: Outcome, file: Path) -> None:
 
 def _group(point: Point) -> str:
     if point.draft is None:
-        return "target"
-    return f"noted for {point.draft.kv}" if point.noted else kind(point.draft).removesuffix("/all/streaming_llm")
+        return "passes of the target"
+    return f"noted for {point.draft.kv}" if point.noted else kind(point.draft)
 
 
 def _diagonal(axes: Axes, measured: np.ndarray) -> None:

@@ -96,7 +96,7 @@ class Grid:
         budgets = self.budgets if bounded(draft) else (draft.budget,)
         for (i, batch), (j, budget) in product(enumerate(self.batches), enumerate(budgets)):
             # Only choices look at whole rows, one row after another: long ones where there are few.
-            context = self.contexts[max(0, len(self.contexts) - 1 - i - j)]
+            context = self.contexts[max(0, len(self.contexts) - 1 - i // 2 - j)]
             yield _even(batch, context, GAMMAS[(i + j) % 4], replace(draft, budget=budget))
         middle = replace(draft, budget=_between(budgets)[0])
         for batch, context in zip(_between(self.batches), reversed(_between(self.contexts)), strict=False):

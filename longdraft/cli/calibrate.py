@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 DRAFTS = ("streaming_llm", "int8", "layer_skip", "verified", "pages", "snapkv", "ngram")
 QUICK_DRAFTS = ("streaming_llm", "int8", "ngram")
-QUICK_MINUTES, MINUTES = 0.6, 2.5
+QUICK_MINUTES, MINUTES = 0.5, 2.0
 MOST_ROWS = 512  # of all sizes together
 GOOD = 0.10, 0.25  # errors of held-out points: median, worst
 

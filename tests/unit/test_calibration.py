@@ -257,9 +257,8 @@ def test_disturbed_blocks_are_timed_again_and_too_many_of_them_end_it(monkeypatc
     monkeypatch.setattr(calibrate, "disturbed", lambda before, after: next(answers))
     clock = Clock()
     record = measure(clock, points, 0.0, lambda *args: None)
-    assert (
-        record.noisy == 0 and min(clock.calls.count(p) for p in points[1:]) == 5
-    )  # once to warm up, and two rounds twice
+    assert record.noisy == 0
+    assert min(clock.calls.count(p) for p in points[1:]) == 5  # once to warm up, and two rounds twice
     monkeypatch.setattr(calibrate, "disturbed", lambda before, after: True)
     with pytest.raises(BusyMachineError, match="100%.*--force"):
         measure(Clock(), points, 0.0, lambda *args: None)
