@@ -78,7 +78,8 @@ class SyntheticRows:
         draft, seq = self.runner.draft(config), self._row(key)
         draft.release(seq.id)
         self._told.discard((draft, seq.id))
-        return self.time(point).seconds - self.time(point).seconds
+        self._tell(draft, point)
+        return self._propose(point, draft, least_s=0.0).seconds - self._propose(point, draft).seconds
 
     # --- what is timed
 
@@ -86,7 +87,7 @@ class SyntheticRows:
         batch = self._batch([self._row(key) for key in enumerate(point.lengths)], point.sizes)
         return Timed(self._repeated(lambda: self._decide(batch)))
 
-    def _propose(self, point: Point, draft: Draft) -> Timed:
+    def _propose(self, point: Point, draft: Draft, least_s: float = LEAST_S) -> Timed:
         seqs = [self._row(key) for key in enumerate(point.lengths)]
         rows = [DraftRow(seq, gamma) for seq, gamma in zip(seqs, point.sizes, strict=True)]
         selected, calls = draft.select_s, 0
@@ -98,7 +99,7 @@ class SyntheticRows:
             if not all(proposal.tokens):
                 raise LongDraftError(f"{point.draft.label} proposed nothing while it was measured.")
 
-        seconds = self._repeated(run)
+        seconds = self._repeated(run, least_s)
         looked_up = point.draft.weights == "ngram"  # there is nothing else to it
         return Timed(seconds, seconds if looked_up else (draft.select_s - selected) / calls)
 
@@ -126,13 +127,13 @@ class SyntheticRows:
         """A pass of the target up to the tokens that it gives."""
         decide(batch.rows, self.runner.forward(batch), {})
 
-    def _repeated(self, run: Callable[[], object]) -> float:
+    def _repeated(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
         started, times = self._now(), 0
         while True:
             run()
             times += 1
             spent = self._now() - started
-            if spent > LEAST_S:
+            if spent > least_s:
                 return spent / times
 
     def _now(self) -> float:

@@ -114,7 +114,7 @@ def make_hardware(
 
 def make_target(model: str | None, hardware: Hardware | None, dtype: str, kv_dtype: str) -> Target:
     """The model on the machine (``None``: this one, as calibrated), in the types that were asked for."""
-    from longdraft.planner.calibration import calibrated_hardware
+    from longdraft.planner.calibration import calibrated_here, fingerprint
     from longdraft.planner.candidates import Target
     from longdraft.planner.catalogue import find_model
     from longdraft.planner.cost import BYTES
@@ -123,8 +123,12 @@ def make_target(model: str | None, hardware: Hardware | None, dtype: str, kv_dty
         if value not in BYTES:
             raise InvalidValueError(option, value, f"must be one of {', '.join(BYTES)}")
     name, config = find_model(model)
-    hardware = hardware or calibrated_hardware(config, dtype, kv_dtype)
-    return Target(name, config, hardware, BYTES[dtype], BYTES[kv_dtype])
+    curves = None
+    if hardware is None:
+        found = calibrated_here(config, dtype, kv_dtype)
+        hardware = found.hardware
+        curves = found.curves if found.setting.model == fingerprint(config) else None
+    return Target(name, config, hardware, BYTES[dtype], BYTES[kv_dtype], curves)
 
 
 def checked(what: str, values: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -205,7 +209,7 @@ def summary(planner: Planner, cells: list[dict], main: dict, frontier: dict[int,
     """The last line of stdout."""
     target = planner.target
     model = {"name": target.name, "weight_bytes": target.held_bytes}
-    model |= {"kv_bytes_per_token": target.network.kv_bytes_per_token}
+    model |= {"kv_bytes_per_token": target.network.kv_bytes_per_token, "calibrated": target.curves is not None}
     small = ("batch", "context", "best", "break_even_context", "memory")
     return {
         **main,

@@ -147,10 +147,10 @@ def calibrated(model: Transformer, file: Path | None = None) -> Calibration:
     return found
 
 
-def calibrated_hardware(config: ModelConfig, dtype: str, kv_dtype: str, file: Path | None = None) -> Hardware:
-    """This machine as it was calibrated with those types: by that very model if it was, else by the latest one.
+def calibrated_here(config: ModelConfig, dtype: str, kv_dtype: str, file: Path | None = None) -> Calibration:
+    """A calibration of this machine with those types: by that very model if there is one, else the latest.
 
-    Raises ``CalibrationError`` where there is no such calibration.
+    Raises ``CalibrationError`` where there is none.
     """
     file = file or default_file()
     known = load(file)
@@ -159,10 +159,10 @@ def calibrated_hardware(config: ModelConfig, dtype: str, kv_dtype: str, file: Pa
     typed = [c for c in here if (c.setting.dtype, c.setting.kv_dtype) == (dtype, kv_dtype)]
     if not typed:
         there = sorted({f"--dtype {c.setting.dtype} --kv-dtype {c.setting.kv_dtype}" for c in here})
-        problem = f"this machine was calibrated with {', '.join(there)} only" if there else _none_here(known)
-        raise CalibrationError(file, f"{problem}, not with {dtype} weights and {kv_dtype} K and V", RUN)
+        only = f"this machine was calibrated with {', '.join(there)} only, not with {dtype} weights, {kv_dtype} K and V"
+        raise CalibrationError(file, only if there else _none_here(known), RUN)
     mine = fingerprint(config)
-    return max(typed, key=lambda c: (c.setting.model == mine, c.made)).hardware
+    return max(typed, key=lambda c: (c.setting.model == mine, c.made))
 
 
 def _none_here(known: list[Calibration]) -> str:

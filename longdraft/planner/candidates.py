@@ -15,7 +15,8 @@ from longdraft.models.config import ModelConfig
 from longdraft.models.weights import num_parameters
 from longdraft.planner.assumed import Assumed, assumed, published_pair
 from longdraft.planner.catalogue import find_model
-from longdraft.planner.cost import BYTES, Network, Reads, network, whole
+from longdraft.planner.cost import BYTES, Network, Reads, Rows, lengths_of, network, pass_work, times, whole
+from longdraft.planner.curves import Curves
 from longdraft.planner.hardware import Hardware
 
 BUDGETS = (256, 512)
@@ -33,6 +34,14 @@ class Target:
     hardware: Hardware
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
+    curves: Curves | None = None  # where this very model was calibrated on that machine
+
+    def pass_seconds(self, rows: Rows, queries: int = 1) -> float:
+        """One pass of the whole model, as calibrated or by the roofline model."""
+        if self.curves:
+            lengths = lengths_of(rows)
+            return self.curves.target(lengths, [queries] * len(lengths))
+        return times(pass_work(self.network, rows, queries), self.hardware).total
 
     @cached_property
     def network(self) -> Network:

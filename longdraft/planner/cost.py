@@ -98,6 +98,11 @@ def whole(length: int) -> int:
     return length
 
 
+def lengths_of(rows: Rows) -> list[float]:
+    """One length per row."""
+    return [length for length, count in rows.items() for _ in range(count)]
+
+
 def pass_work(net: Network, rows: Rows, queries: int = 1, reads: Reads = whole) -> Work:
     """One pass of ``queries`` tokens per row. Tokens of the same round count as part of ``length``, not beyond it."""
     count = sum(rows.values())

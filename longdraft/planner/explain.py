@@ -52,10 +52,11 @@ def _drafting(target: Target, choice: Choice, context: int) -> str:
     if step is None:
         return f"{draft.key} looks tokens up in the text: drafting takes no pass."
     work = pass_work(draft.network, rows, reads=draft.reads)
+    seconds = choice.round.draft_s
     return (
         f"A draft step of {draft.config.label} reads {work.weight_bytes / 1e9:.2f} GB of weights and "
         f"{draft.reads(context):,} of {context:,} tokens per row ({work.kv_bytes / 1e9:.2f} GB): "
-        f"{step.total * 1e3:.2f} ms, {step.total / choice.plain.seconds:.2f} of a plain step, bound by "
+        f"{seconds * 1e3:.2f} ms, {seconds / choice.plain.seconds:.2f} of a plain step, bound by "
         f"{LIMITS[step.bound]}."
     )
 
@@ -63,8 +64,9 @@ def _drafting(target: Target, choice: Choice, context: int) -> str:
 def _verifying(target: Target, choice: Choice, context: int) -> str:
     rows, queries = {context: choice.round.rows}, choice.round.gamma + 1
     one, many = (times(pass_work(target.network, rows, n), target.hardware) for n in (1, queries))
+    steps = target.pass_seconds(rows, queries) / target.pass_seconds(rows)
     return (
-        f"Verifying {queries} tokens per row takes {many.total / one.total:.2f} plain steps: the cache is read once "
+        f"Verifying {queries} tokens per row takes {steps:.2f} plain steps: the cache is read once "
         f"for all of them, the linear layers do {queries} times the arithmetic and {_linear(one, many)}."
     )
 

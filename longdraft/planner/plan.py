@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from longdraft.config import as_int
 from longdraft.planner.candidates import Candidate, Target
-from longdraft.planner.cost import Rows, Times, min_acceptance, pass_work, round_seconds, speedup, times
+from longdraft.planner.cost import Rows, Times, lengths_of, min_acceptance, pass_work, round_seconds, speedup, times
 from longdraft.planner.memory import rows_that_fit
 from longdraft.spec.acceptance import expected_tokens
 
@@ -84,24 +84,30 @@ def mean_tokens(draft: Candidate, rows: Rows, gamma: int) -> float:
 
 def plain_round(target: Target, rows: Rows) -> Round:
     """Plain decoding of ``rows``."""
-    step = times(pass_work(target.network, rows), target.hardware).total
-    return Round(0, 0.0, step, 1.0, sum(rows.values()))
+    return Round(0, 0.0, target.pass_seconds(rows), 1.0, sum(rows.values()))
 
 
 def draft_times(target: Target, draft: Candidate, rows: Rows) -> Times | None:
-    """One draft step; ``None`` for a draft that runs no pass."""
+    """One draft step by the roofline model; ``None`` for a draft that runs no pass."""
     if draft.network is None:
         return None
     return times(pass_work(draft.network, rows, reads=draft.reads), target.hardware)
 
 
+def draft_seconds(target: Target, draft: Candidate, rows: Rows, gamma: int) -> float:
+    """A proposed token's share of a round of γ: a draft step and, as calibrated, what goes with it."""
+    if target.curves and target.curves.knows(draft.config):
+        lengths = lengths_of(rows)
+        return target.curves.draft(draft.config, lengths, [gamma] * len(lengths)) / gamma
+    step = draft_times(target, draft, rows)
+    return step.total if step else 0.0
+
+
 def predict(target: Target, draft: Candidate, rows: Rows, gammas: Sequence[int]) -> list[Round]:
     """A round of ``draft`` for each of ``gammas``."""
-    step = draft_times(target, draft, rows)
-    draft_s = step.total if step else 0.0
     rounds = []
     for gamma in gammas:
-        verify = times(pass_work(target.network, rows, gamma + 1), target.hardware).total
+        draft_s, verify = draft_seconds(target, draft, rows, gamma), target.pass_seconds(rows, gamma + 1)
         tokens = mean_tokens(draft, rows, gamma)
         rounds.append(Round(gamma, draft_s, verify, tokens, sum(rows.values()), target.hardware.round_s))
     return rounds

@@ -27,7 +27,7 @@ from longdraft.planner.calibration import (
     Errors,
     Setting,
     calibrated,
-    calibrated_hardware,
+    calibrated_here,
     fingerprint,
     load,
     setting,
@@ -38,6 +38,8 @@ from longdraft.planner.catalogue import known_models
 from longdraft.planner.cost import pass_work, times
 from longdraft.planner.curves import ChoiceCurve, Curves, DraftCurve, NotingCurve, PassCurve, kind, rounds_per_choice
 from longdraft.planner.hardware import Hardware, processor
+from longdraft.planner.plan import plain_round
+from longdraft.planner.plan import predict as plan_rounds
 
 STEP = PassCurve(6e-3, 4e-4, 1e-4, 6e-7, 0.0, knee=10)
 TRUE = Curves(
@@ -380,15 +382,30 @@ def test_a_loaded_model_finds_its_own_calibration_only(tmp_path):
 def test_hardware_of_this_machine_by_model_types_and_date(tmp_path):
     file, config = tmp_path / "calibration.json", tiny_config()
     with pytest.raises(CalibrationError, match="no calibration in it"):
-        calibrated_hardware(config, "bfloat16", "bfloat16", file)
+        calibrated_here(config, "bfloat16", "bfloat16", file)
     store(file, calibration(replace(HERE, machine="Z80")))
     with pytest.raises(CalibrationError, match="calibrations of Z80, none of this machine"):
-        calibrated_hardware(config, "bfloat16", "bfloat16", file)
+        calibrated_here(config, "bfloat16", "bfloat16", file)
     old, new = (replace(HARDWARE, name=name) for name in ("old", "new"))
     store(file, calibration(HERE, "2026-03-01", new))
     store(file, calibration(replace(HERE, threads=1), "2026-02-01", old))
-    assert calibrated_hardware(config, "bfloat16", "bfloat16", file) == new
+    assert calibrated_here(config, "bfloat16", "bfloat16", file).hardware == new
     store(file, calibration(replace(HERE, model=fingerprint(config)), "2026-01-01", replace(HARDWARE, name="mine")))
-    assert calibrated_hardware(config, "bfloat16", "bfloat16", file).name == "mine"
+    assert calibrated_here(config, "bfloat16", "bfloat16", file).hardware.name == "mine"
     with pytest.raises(CalibrationError, match="--dtype bfloat16 --kv-dtype bfloat16 only, not with float32"):
-        calibrated_hardware(config, "float32", "bfloat16", file)
+        calibrated_here(config, "float32", "bfloat16", file)
+
+
+def test_a_plan_uses_the_curves_of_its_own_model_and_the_roofline_model_for_what_they_do_not_know():
+    config = known_models()["Llama-3.1-8B"]
+    bare = Target("x", config, HARDWARE)
+    known = replace(bare, curves=TRUE)
+    streaming, snapkv = (candidate(bare, NAMED[name], given(0.8)) for name in ("streaming_llm", "snapkv"))
+    rows = {5000: 3, 70: 1}
+    lengths = [5000, 5000, 5000, 70]
+    assert plain_round(known, rows).seconds == TRUE.target(lengths, [1] * 4) != plain_round(bare, rows).seconds
+    (found,) = plan_rounds(known, streaming, rows, [3])
+    assert found.verify_s == TRUE.target(lengths, [4] * 4)
+    assert found.gamma * found.draft_s == pytest.approx(TRUE.draft(streaming.config, lengths, [3] * 4))
+    (other,) = plan_rounds(known, snapkv, rows, [3])
+    assert (other.verify_s, other.draft_s) == (found.verify_s, plan_rounds(bare, snapkv, rows, [3])[0].draft_s)
