@@ -10,13 +10,14 @@ length is ``Sequence.num_committed``). After PagedAttention (arXiv:2309.06180).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from longdraft.errors import KVCapacityError
 from longdraft.kernels.layout import Layout
 from longdraft.kernels.native import use_huge_pages
+from longdraft.kv.pool import Pool
 from longdraft.view import LayerKV, TableView
 
 
@@ -43,13 +44,12 @@ class PagedStore:
             use_huge_pages(storage)
         self.layers = [LayerKV(k, v) for k, v in zip(self.k, self.v, strict=True)]
         self._tables: dict[int, list[int]] = {}
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: low pages go out first
+        self._pool = Pool(num_pages)
 
     @property
     def num_free_pages(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free)
+        return self._pool.num_free
 
     @property
     def bytes_per_token(self) -> int:
@@ -68,16 +68,16 @@ class PagedStore:
         table = self._tables.get(row, [])
         first, total = length // self.layout.page_size, max(self.pages_for(length + extra), len(table))
         written = range(first, min(len(table), self.pages_for(length + extra)))
-        shared = [i for i in written if self._references[table[i]] > 1]
-        if total - len(table) + len(shared) > len(self._free):
+        shared = [i for i in written if self._pool.shared(table[i])]
+        if total - len(table) + len(shared) > self._pool.num_free:
             return False
         table = self._tables.setdefault(row, table)
         for i in shared:
-            (page,) = self._take(1)
+            (page,) = self._pool.take(1)
             self.k[:, page], self.v[:, page] = self.k[:, table[i]], self.v[:, table[i]]
-            self._release([table[i]])
+            self._pool.release([table[i]])
             table[i] = page
-        fresh = self._take(total - len(table))
+        fresh = self._pool.take(total - len(table))
         if fresh:
             self.k[:, fresh] = 0
             self.v[:, fresh] = 0
@@ -113,37 +113,19 @@ class PagedStore:
         """Give back the pages of ``row`` that hold no token below ``length``."""
         table = self._tables[row]
         keep = self.pages_for(length)
-        self._release(table[keep:])
+        self._pool.release(table[keep:])
         del table[keep:]
 
     def fork(self, source: int, target: int, length: int) -> None:
         """Let the new row ``target`` share the first ``length`` tokens of ``source``; nothing is copied yet."""
         shared = self._tables[source][: self.pages_for(length)]
-        for page in shared:
-            self._references[page] += 1
+        self._pool.share(shared)
         self._tables[target] = list(shared)
 
     def free(self, row: int) -> None:
         """Give back all pages of ``row``; a row that holds none is fine."""
-        self._release(self._tables.pop(row, []))
+        self._pool.release(self._tables.pop(row, []))
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless every page is either free or held as often as it is counted."""
-        held = [0] * self.num_pages
-        for table in self._tables.values():
-            for page in table:
-                held[page] += 1
-        if held != self._references or sorted(self._free) != [p for p, n in enumerate(held) if n == 0]:
-            raise AssertionError("KV pages leaked or shared by mistake: counts and tables disagree")
-
-    def _take(self, n: int) -> list[int]:
-        pages = [self._free.pop() for _ in range(n)]
-        for page in pages:
-            self._references[page] = 1
-        return pages
-
-    def _release(self, pages: Iterable[int]) -> None:
-        for page in reversed(list(pages)):
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free.append(page)
+        self._pool.check_integrity(self._tables.values())
