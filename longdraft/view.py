@@ -141,6 +141,31 @@ class CompactView:
 
 
 @dataclass(frozen=True)
+class LayerKV:
+    """One layer's storage, in the layout its store was made with."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Attention(Protocol):
+    """Attention of one layer: queries ``[N, H, D]`` and a storage → ``[N, H, D]``."""
+
+    def __call__(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        """See above."""
+
+
+class Decode(Protocol):
+    """Where the pages of a plan's view lie, if they are not the cache's: a layer's number and its cache → a storage.
+
+    It may be filled in for each layer, when that is about to read it; the step's own K and V are in the cache by then.
+    """
+
+    def __call__(self, i: int, kv: LayerKV) -> LayerKV:
+        """See above."""
+
+
+@dataclass(frozen=True)
 class AttnPlan:
     """One step's attention: ragged queries over a view. Made once per step, used by every layer.
 
@@ -152,20 +177,18 @@ class AttnPlan:
     query_starts: torch.Tensor  # [B + 1] int64
     slots: torch.Tensor  # [N] int64: page * page_size + offset where each new token's K/V go
     end: int | None = None  # above the rotary position of every token; None: the longest row's length
+    decode: Decode | None = None  # None: the view's pages lie in the cache itself
 
     def layer(self, i: int) -> AttnPlan:
         """The plan of layer ``i``, where the view differs by layer."""
         return replace(self, view=self.view.layer(i))
 
+    def decoding(self, i: int, attention: Attention) -> Attention:
+        """``attention`` of layer ``i``, given where the view's pages lie instead of the layer's cache."""
+        decode = self.decode
+        return attention if decode is None else lambda q, kv: attention(q, decode(i, kv))
+
     @property
     def query_lens(self) -> torch.Tensor:
         """[B] queries per row."""
         return self.query_starts[1:] - self.query_starts[:-1]
-
-
-@dataclass(frozen=True)
-class LayerKV:
-    """One layer's storage, in the layout its store was made with."""
-
-    k: torch.Tensor
-    v: torch.Tensor

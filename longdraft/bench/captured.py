@@ -21,7 +21,6 @@ from longdraft.kernels.layout import Layout
 from longdraft.kv.store import PagedStore
 from longdraft.llm import LLM
 from longdraft.models.feed import Feed, feed
-from longdraft.models.fused import Int8Twin
 from longdraft.models.transformer import Transformer
 from longdraft.view import AttnPlan, KVView, LayerKV
 
@@ -37,10 +36,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass reads: a view over one store's layers, of which ``layers`` run."""
+    """What a pass reads: a view over storages, one for each layer, of which ``layers`` run."""
 
     view: KVView
-    kv: Sequence[LayerKV]
+    storage: Callable[[int], LayerKV]
     layers: Sequence[int]
     layout: Layout
 
@@ -96,8 +95,9 @@ def passes_of(llm: LLM, config: DraftConfig, look: Callable[[Pass], None]) -> It
 
     def forward(*args: object, **kwargs: object) -> torch.Tensor:
         logits, given = right(*args, **kwargs), names.bind(*args, **kwargs).arguments
-        kv, layers = given["kv"], given.get("layers")
-        look(Pass(given["plan"].view, kv, range(len(kv)) if layers is None else layers, llm.model.layout))
+        plan, kv, layers = given["plan"], given["kv"], given.get("layers")
+        storage = kv.__getitem__ if plan.decode is None else lambda i: plan.decode(i, kv[i])
+        look(Pass(plan.view, storage, range(len(kv)) if layers is None else layers, llm.model.layout))
         return logits
 
     model.forward = forward
@@ -107,7 +107,7 @@ def passes_of(llm: LLM, config: DraftConfig, look: Callable[[Pass], None]) -> It
         del model.forward  # the class's method is visible again
 
 
-def _model_of(llm: LLM, config: DraftConfig) -> Transformer | Int8Twin | None:
+def _model_of(llm: LLM, config: DraftConfig) -> Transformer | None:
     if config.weights == "target":
         return llm.model
     return llm.model.quantised() if config.weights == "target@int8" else None
@@ -123,7 +123,7 @@ def captured(attention: Attention, done: Pass, row: int) -> float:
 
 
 def _captured_by_layer(attention: Attention, done: Pass, row: int, layer: int) -> torch.Tensor:
-    view, layout, keys = layer_of(done.view, layer), done.layout, done.kv[layer].k
+    view, layout, keys = layer_of(done.view, layer), done.layout, done.storage(layer).k
     pages, positions = (x[row] for x in view.expand())  # [G', P], [G', slots]
     before = positions < view.lens[row] - 1  # neither empty nor the newest token
     queries, logs = attention.queries[layer], []

@@ -14,7 +14,7 @@ import torch
 from longdraft.capture import Capture
 from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
-from longdraft.view import AttnPlan, KVView, TableView
+from longdraft.view import AttnPlan, Decode, KVView, TableView
 
 Select = Callable[[TableView], KVView]
 
@@ -38,10 +38,12 @@ def feed(
     select: Select | None = None,
     layers: Sequence[int] | None = None,
     capture: Capture | None = None,
+    decode: Decode | None = None,
 ) -> torch.Tensor:
     """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view.
 
     Only ``layers`` run, where they are given; the caches of the others stay as they are. ``capture`` is filled in.
+    ``decode`` says where the pages of the selected view lie, if that is not in ``store``.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -56,7 +58,7 @@ def feed(
         logits_at.extend([*range(first, first + f.num_first), *range(len(ids) - f.num_logits, len(ids))])
     view: KVView = store.view([f.row for f in feeds], [f.start + len(f.tokens) for f in feeds])
     view = select(view) if select else view
-    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device), max(positions) + 1)
+    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device), max(positions) + 1, decode)
     ids_t, positions_t, at_t = (
         torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
     )

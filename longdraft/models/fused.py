@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,8 @@ def fuse(model: Transformer) -> FusedDecoder | None:
 class FusedDecoder:
     """Addresses of a model's weights, gathered once."""
 
-    def __init__(self, model: Transformer, int8: bool = False) -> None:
-        """``int8``: over 8-bit copies of the weights, for drafting."""
+    def __init__(self, model: Transformer, tied: native.NativeLinear | None = None) -> None:
+        """``tied``: the layer whose rows are the embeddings of a tied model, if that is not the model's head."""
         config, spec = model.config, model.spec
         self.layout, self.spec, self.vocab_size = model.layout, spec, config.vocab_size
         self.heads, self.all_layers = config.num_heads, list(range(config.num_layers))
@@ -37,18 +38,13 @@ class FusedDecoder:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim, spec.kv_dtype == torch.bfloat16)
         sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, config.norm_eps)
         embedding = 0 if model.embedding is None else model.embedding.data_ptr()
-        change = native.NativeLinear.quantised if int8 else lambda layer: layer
-        head = change(model.head)
-        self._products = [head]  # kept here, too: they may be nobody else's
         half = spec.dtype == torch.bfloat16
-        weights = (model.norm.weight.data_ptr(), head.handle, embedding, model.head.handle, half)
+        weights = (model.norm.weight.data_ptr(), model.head.handle, embedding, (tied or model.head).handle, half)
         self.decoder = native._native.Decoder(shape, *sizes, *weights)
         for layer in model.layers:
-            products = [change(x) for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+            products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
             norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
             self.decoder.add_layer(*(x.handle for x in products), *(n.weight.data_ptr() if n else 0 for n in norms))
-            self._products += products
-        self.weight_bytes = sum(x.packed.nbytes for x in self._products)
 
     def forward(
         self,
@@ -80,29 +76,26 @@ class FusedDecoder:
         return logits
 
 
-class Int8Twin:
-    """A model whose products use 8-bit copies of its weights: same caches, same everything else."""
+def int8_twin(model: Transformer) -> Transformer:
+    """``model`` with 8-bit copies of its weights, for drafting; it shares everything else, caches included.
 
-    def __init__(self, model: Transformer) -> None:
-        if not model.fused:
-            reason = native.unsupported(model.spec) or "this model runs on other kernels"
-            raise InvalidValueError("weights", "target@int8", f"needs the native kernels ({reason})")
-        self._model, self._decoder = model, FusedDecoder(model, int8=True)
-        self.config, self.device, self.weight_bytes = model.config, model.device, self._decoder.weight_bytes
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        plan: AttnPlan,
-        kv: Sequence[LayerKV],
-        logits_at: torch.Tensor,
-        layers: Sequence[int] | None = None,
-        capture: Capture | None = None,
-    ) -> torch.Tensor:
-        """See ``Transformer.forward``."""
-        return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers, capture)
+    Raises ``InvalidValueError`` where the native kernels do not run.
+    """
+    if not model.fused:
+        reason = native.unsupported(model.spec) or "this model runs on other kernels"
+        raise InvalidValueError("weights", "target@int8", f"needs the native kernels ({reason})")
+    twin = copy.copy(model)
+    twin.head, twin.layers, products = model.head.quantised(), [], []
+    for layer in model.layers:
+        rounded = copy.copy(layer)
+        rounded.mlp = copy.copy(layer.mlp)
+        rounded.qkv, rounded.output = layer.qkv.quantised(), layer.output.quantised()
+        rounded.mlp.gate_up, rounded.mlp.down = layer.mlp.gate_up.quantised(), layer.mlp.down.quantised()
+        twin.layers.append(rounded)
+        products += [rounded.qkv, rounded.output, rounded.mlp.gate_up, rounded.mlp.down]
+    twin.weight_bytes = sum(x.packed.nbytes for x in [twin.head, *products])
+    twin._fused = FusedDecoder(twin, model.head)
+    return twin
 
 
 def _wanted(capture: Capture | None) -> tuple[int, int, int, int]:

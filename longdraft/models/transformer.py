@@ -17,7 +17,7 @@ from longdraft.kernels.attention.mass import PageMass
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import Layout
 from longdraft.models.config import ModelConfig
-from longdraft.models.fused import Int8Twin, fuse
+from longdraft.models.fused import fuse, int8_twin
 from longdraft.models.layers import GatedMLP, Linear, RMSNorm
 from longdraft.models.rope import RotaryTable, apply_rotary
 from longdraft.models.weights import WeightSource, check_names_and_shapes
@@ -61,9 +61,10 @@ class Transformer:
         # A tied head is the embedding itself, not a second copy.
         self.head = load.head(embedding) if config.tie_embeddings else load.linear("lm_head")
         self.embedding = None if config.tie_embeddings else embedding
+        self._embed = self.head.rows if config.tie_embeddings else embedding.__getitem__
         self.weight_bytes = load.num_bytes
         self._fused = fuse(self)
-        self._int8: Int8Twin | None = None
+        self._int8: Transformer | None = None
 
     @torch.inference_mode()
     def forward(
@@ -77,7 +78,7 @@ class Transformer:
         capture: Capture | None = None,  # to be filled in
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
-        if self._fused is None:
+        if self._fused is None or plan.decode is not None:
             return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers, capture)
         return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers, capture)
 
@@ -90,10 +91,10 @@ class Transformer:
         """Whether a pass is one call of native kernels, and so the same for a row in whatever company."""
         return self._fused is not None
 
-    def quantised(self) -> Int8Twin:
+    def quantised(self) -> Transformer:
         """This model with 8-bit weights, for drafting; made once. ``InvalidValueError`` without the native kernels."""
         if self._int8 is None:
-            self._int8 = Int8Twin(self)
+            self._int8 = int8_twin(self)
         return self._int8
 
     @torch.inference_mode()
@@ -112,10 +113,11 @@ class Transformer:
         rotary = self.rotary(positions, plan)
         wanted = capture is not None and capture.page_mass is not None
         page_mass = PageMass(plan, capture.tokens, self.layout, self.spec) if wanted else None
-        x = (self.head.rows(ids) if self.embedding is None else self.embedding[ids]).to(self.spec.compute_dtype)
+        x = self._embed(ids).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             attention = shared or self._attention(plan.layer(i), self.layout, self.spec)
             attention = capture.noting(i, attention, page_mass) if capture else attention
+            attention = plan.decoding(i, attention)
             x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
         return self.head(self.norm(x[logits_at]))
 

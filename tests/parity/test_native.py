@@ -484,7 +484,7 @@ def test_an_eight_bit_twin_is_close_and_shares_the_caches():
     assert twin.weight_bytes < 0.3 * model.weight_bytes
     rows = [[(7 * i + n) % 128 for i in range(n)] for n in (90, 33)]
     exact = forced_logits(model, rows, 20)
-    model._fused, fused = twin._decoder, model._fused
+    model._fused, fused = twin._fused, model._fused
     rounded = forced_logits(model, rows, 20)
     model._fused = fused
     assert 0 < (rounded - exact).abs().max() < 0.2 * exact.std()

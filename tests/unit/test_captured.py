@@ -69,7 +69,7 @@ def test_every_view_against_brute_force(kv_heads):
                     for layer in layers
                     for h in range(HEADS)
                 ]
-                got = captured(exact, Pass(view, drafted, layers, layout), row)
+                got = captured(exact, Pass(view, drafted.__getitem__, layers, layout), row)
                 assert got == pytest.approx(float(sum(right)) / len(right), abs=1e-12), name
                 assert name != "all" or got == pytest.approx(1, abs=1e-12)
 
@@ -90,7 +90,7 @@ def test_copies_count_like_what_they_are_copies_of():
     view = CompactView(torch.tensor([[1]]), positions, torch.tensor([LENGTH]), SIZE)
     exact = Attention(query, scores[..., -1], scores.logsumexp(dim=-1))
     right = sum(scores.softmax(dim=-1)[0, h, chosen[h // 3]].sum() for h in range(HEADS)) / HEADS
-    assert captured(exact, Pass(view, [LayerKV(store, store)], [0], layout), 0) == pytest.approx(float(right))
+    assert captured(exact, Pass(view, [LayerKV(store, store)].__getitem__, [0], layout), 0) == pytest.approx(float(right))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
