@@ -41,11 +41,13 @@ class DraftConfig:
     the target verifies), ``ngram`` (none: earlier occurrences of the text's last tokens), or the
     path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
     each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
-    them), ``budget`` is its size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at most
-    half). A selection that looks at the text chooses anew when its budget is full, and besides as ``refresh`` says:
-    after so many rounds, never (0), when fewer of its proposals are accepted than before (``auto``), or as is usual for
-    it (``None``). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled`` (output equal
-    to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on ``gamma``).
+    them), and behind ``+`` the format in which chosen tokens are kept, if that is not the target's: ``snapkv+quant8``.
+    ``budget`` is the selection's size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at
+    most half). A selection that looks at the text chooses anew when its budget is full, and besides as ``refresh``
+    says: after so many rounds, never (0), when fewer of its proposals are accepted than before (``auto``), or as is
+    usual for it (``None``). ``gamma`` is the most tokens proposed per verify pass. ``sampling_rule`` is ``coupled``
+    (output equal to plain decoding, token for token) or ``maximal`` (the target's exact law, but ids depend on
+    ``gamma``).
     """
 
     weights: str = "target"
@@ -64,6 +66,8 @@ class DraftConfig:
                 "weights", self.weights, "must be 'target', 'target@int8', 'ngram', or a model's path or name"
             )
         object.__setattr__(self, "weights", weights)
+        if not isinstance(self.kv, str):
+            raise InvalidValueError("kv", self.kv, "must be a selection's name, or 'selection+format'")
         if not isinstance(self.layers, str) or not LAYERS.fullmatch(self.layers):
             raise InvalidValueError("layers", self.layers, "must be 'all', 'every:n' or 'first:n'")
         if self.layers != "all" and weights not in TARGETS:
@@ -85,8 +89,18 @@ class DraftConfig:
             return "ngram"
         who = PurePath(self.weights).name if self.own_model else self.weights.partition("@")[2]
         who = who if self.layers == "all" else f"{who} layers {self.layers}".strip()
-        read = self.kv if self.kv == "full" else f"{self.kv}, budget {self.budget}"
+        read = self.kv if self.selection == "full" else f"{self.kv}, budget {self.budget}"
         return f"{who} over {read}" if who else read
+
+    @property
+    def selection(self) -> str:
+        """Which tokens are read: the first part of ``kv``."""
+        return self.kv.partition("+")[0]
+
+    @property
+    def format(self) -> str:
+        """In what form they are kept: the second part of ``kv``, empty for the target's own."""
+        return self.kv.partition("+")[2]
 
     @property
     def own_model(self) -> bool:

@@ -17,7 +17,7 @@ from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.core import Status, StepOutput
 from longdraft.drafts.registry import kept_tokens, page_note_bytes
 from longdraft.engine.engine import Engine
-from longdraft.engine.sizing import auto_dtype, resolve_device, resolve_dtype, size_engine
+from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
 from longdraft.kernels.dispatch import explain
@@ -88,11 +88,12 @@ class LLM:
         small = None
         if self.draft and self.draft.own_model:
             small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
-        target_device = resolve_device(device)
+        target_device, block_size = resolve_device(device), resolve_block_size(block_size)
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
         copied, observed = kept_tokens(self.draft) if self.draft else (0, 0)
+        notes = page_note_bytes(self.draft, self.checkpoint.config, kv_storage, block_size) if self.draft else 0
         engine_config = size_engine(
             self.checkpoint.config,
             storage,
@@ -102,7 +103,7 @@ class LLM:
             int8_draft=self.draft is not None and self.draft.weights == "target@int8",
             copied=copied,
             observed=observed,
-            page_notes=page_note_bytes(self.draft, self.checkpoint.config, kv_storage) if self.draft else 0,
+            page_notes=notes,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

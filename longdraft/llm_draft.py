@@ -11,7 +11,7 @@ from longdraft.checkpoint.bundled import NAME as BUNDLED
 from longdraft.checkpoint.load import HUB_ID, load_checkpoint, look_up
 from longdraft.checkpoint.pairing import check_pair
 from longdraft.config import DraftConfig
-from longdraft.drafts.registry import NAMED, check
+from longdraft.drafts.registry import NAMED, check, named
 from longdraft.errors import InvalidValueError
 
 Draft = DraftConfig | str | Mapping[str, Any] | None
@@ -22,7 +22,7 @@ def resolve_draft(draft: Draft) -> DraftConfig | None:
     if draft is None or isinstance(draft, DraftConfig):
         return None if draft is None else check(draft)
     if isinstance(draft, (str, Path)):
-        return NAMED.get(str(draft)) or DraftConfig(weights=_model_name(str(draft)))
+        return named(str(draft)) or DraftConfig(weights=_model_name(str(draft)))
     if not isinstance(draft, Mapping):
         raise InvalidValueError("draft", draft, "must be a DraftConfig, a name, a model's path, a mapping, or None")
     try:
@@ -36,7 +36,11 @@ def _model_name(name: str) -> str:
     """``name``, if it can be a model's; else it was meant to be a draft's."""
     if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or any(look_up(name)[1:]):
         return name
-    raise InvalidValueError("draft", name, f"must be one of {', '.join(NAMED)}, or a model's path or name")
+    raise InvalidValueError(
+        "draft",
+        name,
+        f"must be one of {', '.join(NAMED)}, a selection with a format (full+quant8), or a model's path or name",
+    )
 
 
 def load_draft(name: str, target: Checkpoint, download: bool) -> Checkpoint:

@@ -29,7 +29,7 @@ class Arm:
     @property
     def budget(self) -> int | None:
         """The draft's budget, where it has one."""
-        unbounded = self.draft is None or self.draft.weights == "ngram" or self.draft.kv == "full"
+        unbounded = self.draft is None or self.draft.weights == "ngram" or self.draft.selection == "full"
         return None if unbounded else self.draft.budget
 
     @property

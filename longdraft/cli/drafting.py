@@ -14,7 +14,7 @@ from longdraft.errors import InvalidValueError
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
-NAMES = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram"
+NAMES = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram, full+quant8 and the like"
 Name = Annotated[
     str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
 ]
@@ -23,7 +23,7 @@ Kv = Annotated[
     typer.Option(
         "--kv",
         help="What a draft with a model reads of its cache: streaming_llm or full, the target itself also snapkv, "
-        "verified, pages or topk.",
+        "verified, pages or topk. All but pages and verified may have +quant8 behind: kept in 8 bits.",
     ),
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]

@@ -1,4 +1,4 @@
-"""Names → drafts and selections: the lists that every matrix test walks."""
+"""Names → drafts, selections and formats: the lists that every matrix test walks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
+from longdraft.drafts.coded_spec import CodedCopySpec, CodedViewSpec, coded_page_bytes
 from longdraft.drafts.copy_spec import CopySpec, copied_tokens
 from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.ngram import NGram
@@ -16,6 +17,8 @@ from longdraft.drafts.page_spec import PageSpec
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.errors import InvalidValueError
+from longdraft.kv.format.base import Format
+from longdraft.kv.format.quant import Quant8
 from longdraft.kv.select.base import PageSelector, Selector, TokenSelector, ViewSelector
 from longdraft.kv.select.full import Full
 from longdraft.kv.select.pages import Pages
@@ -37,6 +40,12 @@ SELECTORS: dict[str, type[Selector]] = {
 }
 # Those that small models with caches of their own can use, too.
 VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
+FORMATS: dict[str, type[Format]] = {"quant8": Quant8}
+# All that drafts with the target's weights can read, as DraftConfig spells it. Pages are read in place, in their form.
+KVS = [
+    *SELECTORS,
+    *(f"{name}+{fmt}" for fmt in FORMATS for name, kind in SELECTORS.items() if not issubclass(kind, PageSelector)),
+]
 # Drafts that need nothing but the target, by the names that users may say for short.
 NAMED: dict[str, DraftConfig] = {
     **{name: DraftConfig(kv=name) for name in SELECTORS},
@@ -46,13 +55,22 @@ NAMED: dict[str, DraftConfig] = {
 }
 
 
+def named(name: str) -> DraftConfig | None:
+    """The draft that a user calls ``name``, if it needs nothing but the target."""
+    return NAMED.get(name) or (DraftConfig(kv=name) if name in KVS else None)
+
+
 NO_MODELS: Mapping[str, DraftModel] = {}
 
 
 def check(config: DraftConfig) -> DraftConfig:
     """``config``, if every name in it is known; ``InvalidValueError`` otherwise."""
-    if config.kv not in SELECTORS:
-        raise InvalidValueError("kv", config.kv, f"must be one of {', '.join(SELECTORS)}")
+    if config.kv not in KVS:
+        if config.selection in SELECTORS and config.format in FORMATS:
+            limit = f"{config.selection} reads the target's own pages, in the form that these have"
+            raise InvalidValueError("kv", config.kv, limit, f"Pass {config.selection!r}.")
+        formats = " or ".join(f"'+{name}'" for name in FORMATS)
+        raise InvalidValueError("kv", config.kv, f"must be one of {', '.join(SELECTORS)}, with {formats} behind or not")
     if config.own_model and config.kv not in VIEW_SELECTORS:
         limit = f"must be one of {', '.join(VIEW_SELECTORS)} for a small model, which has a cache of its own"
         raise InvalidValueError("kv", config.kv, limit)
@@ -60,20 +78,27 @@ def check(config: DraftConfig) -> DraftConfig:
 
 
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:
-    """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory."""
+    """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory.
+
+    Encoded tokens are counted as whole ones, which leaves room for decoding them.
+    """
     reader = selector(config)
-    if config.weights not in TARGETS or not isinstance(reader, (TokenSelector, PageSelector)):
+    if config.weights not in TARGETS:
         return 0, 0
+    if isinstance(reader, ViewSelector):
+        return reader.budget if config.format and not isinstance(reader, Full) else 0, 0
     copied = copied_tokens(reader) if isinstance(reader, TokenSelector) else 0
     return copied, reader.needs.queries
 
 
-def page_note_bytes(config: DraftConfig, model: ModelConfig, kv_dtype: torch.dtype) -> int:
-    """Bytes that such a draft remembers of every page of K and V; for sizing memory."""
+def page_note_bytes(config: DraftConfig, model: ModelConfig, kv_dtype: torch.dtype, page_size: int = 16) -> int:
+    """Bytes that such a draft keeps of every page of K and V, or knows of it; for sizing memory."""
     reader = selector(config)
-    if config.weights not in TARGETS or not isinstance(reader, PageSelector):
-        return 0
-    return model.num_layers * reader.page_note_bytes(model.num_kv_heads, model.head_dim, kv_dtype)
+    if config.weights in TARGETS and isinstance(reader, PageSelector):
+        return model.num_layers * reader.page_note_bytes(model.num_kv_heads, model.head_dim, kv_dtype)
+    if config.weights in TARGETS and config.format and isinstance(reader, Full):
+        return coded_page_bytes(FORMATS[config.format](), model, kv_dtype, page_size)
+    return 0
 
 
 def make(
@@ -96,6 +121,9 @@ def make(
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
         layers = choose_layers(config.layers, model.config.num_layers)
+        if config.format:
+            kind = CodedCopySpec if isinstance(reader, TokenSelector) else CodedViewSpec
+            return kind(model, store, reader, FORMATS[config.format](), layers, max_rows)
         if isinstance(reader, TokenSelector):
             return CopySpec(model, store, reader, layers, max_rows)
         if isinstance(reader, PageSelector):
@@ -110,7 +138,7 @@ def make(
 
 def selector(config: DraftConfig) -> Selector:
     """The selection by name, with those of the config's settings that it has and that are set."""
-    kind = SELECTORS[config.kv]
+    kind = SELECTORS[config.selection]
     names = {field.name for field in fields(kind)} & {"budget", "sinks", "refresh"}
     settings = {name: getattr(config, name) for name in names}
     return kind(**{name: value for name, value in settings.items() if value is not None})

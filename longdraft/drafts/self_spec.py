@@ -37,6 +37,10 @@ class SelfSpec(ModelDraft):
 
     def bytes_read(self, length: int) -> int:
         """See ``Draft``."""
-        all_layers = len(self.store.layers)
-        share = all_layers if self.layers is None else len(self.layers)
-        return self.selector.tokens_read(length) * self.store.bytes_per_token * share // all_layers
+        read = self.selector.tokens_read(length) * self.store.bytes_per_token
+        return read * self.running_layers // len(self.store.layers)
+
+    @property
+    def running_layers(self) -> int:
+        """How many of the target's layers run."""
+        return len(self.store.layers) if self.layers is None else len(self.layers)

@@ -53,6 +53,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def resolve_block_size(tokens: int) -> int:
+    """Tokens to a page."""
+    return as_int("block_size", tokens, 1, 4096)
+
+
 def size_engine(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -80,7 +85,7 @@ def size_engine(
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
-    block_size = as_int("block_size", block_size, 1, 4096)
+    block_size = resolve_block_size(block_size)
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     models = [config] if draft is None else [config, draft]
     page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size + page_notes

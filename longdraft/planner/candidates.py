@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from longdraft.config import DraftConfig
 from longdraft.drafts.layer_skip import choose_layers
-from longdraft.drafts.registry import NAMED, check, selector
+from longdraft.drafts.registry import NAMED, check, named, selector
 from longdraft.errors import InvalidValueError, VocabularyMismatchError
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import num_parameters
@@ -72,7 +72,7 @@ class Candidate:
     @property
     def budget(self) -> int | None:
         """Tokens that it reads of a row, where that is bounded."""
-        return None if self.network is None or self.config.kv == "full" else self.config.budget
+        return None if self.network is None or self.config.selection == "full" else self.config.budget
 
     @property
     def key(self) -> str:
@@ -99,7 +99,7 @@ def candidates(
     drafts = tuple(drafts) or (*SELF_DRAFTS[target.hardware.kind], *filter(None, [published_pair(target.name)]))
     found: dict[DraftConfig, Candidate] = {}
     for name in drafts:
-        configs = _variants(NAMED.get(name) or DraftConfig(weights=name), budgets)
+        configs = _variants(named(name) or DraftConfig(weights=name), budgets)
         figures = {config: acceptance or assumed(config, target.name) for config in configs}
         if not any(figures.values()):
             fix = "Give one by --acceptance; longdraft bench decode measures it."
@@ -111,13 +111,15 @@ def candidates(
 def _variants(draft: DraftConfig, budgets: Iterable[int]) -> list[DraftConfig]:
     """``draft`` with each budget, where it has one; a small model over its whole cache, too."""
     kinds = [replace(draft, kv="full"), draft] if draft.own_model else [draft]
-    bounded = [config for config in kinds if config.kv != "full" and config.weights != "ngram"]
+    bounded = [config for config in kinds if config.selection != "full" and config.weights != "ngram"]
     return [k for k in kinds if k not in bounded] + [replace(k, budget=budget) for k in bounded for budget in budgets]
 
 
 def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candidate:
     """``draft`` for ``target``; raises ``InvalidValueError`` or ``VocabularyMismatchError`` where it cannot be."""
     check(draft)
+    if draft.format:
+        raise InvalidValueError("kv", draft.kv, "must have no format in a plan: what decoding costs is not modelled")
     if draft.weights == "ngram":
         return Candidate(draft, None, whole, acceptance)
     reads = selector(draft).tokens_read
