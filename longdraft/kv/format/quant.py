@@ -35,7 +35,7 @@ def dequantise(codes: torch.Tensor, ranges: torch.Tensor, over: int, dtype: torc
     """The values ``[..., T, D]`` that ``quantise`` rounded to."""
     wide = torch.promote_types(dtype, torch.float32)
     low, step = ranges.to(wide).split(1, dim=over)
-    return (low + codes.to(wide) * step).to(dtype)
+    return codes.to(wide).mul_(step).add_(low).to(dtype)
 
 
 @dataclass(frozen=True)
