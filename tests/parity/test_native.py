@@ -486,7 +486,8 @@ def test_an_eight_bit_twin_is_close_and_shares_the_caches():
     exact = forced_logits(model, rows, 20)
     model._fused, fused = twin._fused, model._fused
     rounded = forced_logits(model, rows, 20)
-    model._fused = fused
+    model._fused, twin._fused = fused, None
+    torch.testing.assert_close(forced_logits(twin, rows, 20), rounded, rtol=1e-4, atol=1e-4)  # by parts
     assert 0 < (rounded - exact).abs().max() < 0.2 * exact.std()
 
 
