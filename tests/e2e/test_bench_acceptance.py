@@ -93,6 +93,19 @@ def test_one_that_is_always_right_and_one_that_never_is(llm, task):
         }
 
 
+def test_an_encoded_copy_of_everything_is_nearly_the_target(llm):
+    """What it reads is decoded when the bench looks at it: almost all of the attention, and most proposals stand."""
+    arms = (Arm("full+quant8", DraftConfig(kv="full+quant8")), FULL)
+    (result,) = measure(llm, plan_of(*arms, gammas=(2,), contexts=(130,), temperatures=(1.0,), prompts=2))
+    coded, whole = result.cells
+    assert coded.identical
+    assert coded.budget is None
+    assert coded.acceptance > 0.9
+    assert 1e-9 < abs(coded.captured_mass - 1) < 1e-2
+    assert coded.extra_bytes < 0.25 * whole.bytes_per_token
+    assert coded.bytes_per_token < whole.bytes_per_token
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_proposals_are_those_of_a_request_with_that_history(llm, folder, temperature):
     """Every position asked about, once more as the first one of a request of its own."""

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from longdraft.cli.bench import make_arms
+from longdraft.cli.drafting import draft_config
 from longdraft.config import DraftConfig
 from longdraft.drafts.coded_spec import LAG, old_groups
 from longdraft.drafts.registry import FORMATS, KVS, SELECTORS, check, kept_tokens, make, named, page_note_bytes
@@ -209,6 +211,13 @@ def test_formats_are_for_drafts_over_the_targets_cache():
         check(DraftConfig(weights="small", kv="full+quant8"))
     with pytest.raises(InvalidValueError, match="kv is None"):
         DraftConfig(kv=None)
+
+
+def test_options_spell_it_so():
+    assert draft_config("full+quant8", 64, 2, "coupled") == DraftConfig(kv="full+quant8", budget=64, gamma=2)
+    int8 = draft_config("int8", 64, 2, "coupled", "snapkv+quant8")
+    assert (int8.weights, int8.kv) == ("target@int8", "snapkv+quant8")
+    assert [arm.budget for arm in make_arms(["full+quant8", "topk"], [8, 9], [2], None)] == [None, 8, 9]
 
 
 def test_plans_leave_formats_out():
