@@ -29,13 +29,18 @@ from longdraft.view import TableView
 LAG = MAX_GAMMA + 1  # final tokens at the end of a row that are never encoded: as many as a step may add, or more
 
 
+def old_tokens(length: int, group: int) -> int:
+    """How many of ``length`` final tokens may be encoded: whole groups, as far as they lie before the last ``LAG``."""
+    return max(0, length - LAG) // group * group
+
+
 def old_groups(sinks: int, start: int, length: int, group: int) -> list[int]:
-    """Numbers of the groups before the last ``LAG`` of ``length`` tokens that hold one of ``[0, sinks) ∪ [start, ∞)``.
+    """Numbers of the groups that may be encoded and hold a token of ``[0, sinks) ∪ [start, length)``.
 
     groups   0 ... heads | ......... | first .......... stop |
     tokens   [0, sinks)  |           |    [start ...         ... length)
     """
-    stop = max(0, length - LAG) // group
+    stop = old_tokens(length, group) // group
     heads = min(-(-sinks // group), stop)
     first = min(max(start // group, heads), stop)
     return [*range(heads), *range(first, stop)]
@@ -105,16 +110,14 @@ class CodedViewSpec(SelfSpec):
         """See ``Draft``: encoded groups, and the tail."""
         sinks, (start,) = self._ranges([length + 1])
         groups, group = self._groups(length), self.coded.group
-        tail = length - _tail(sinks, start, max(0, length - LAG) // group * group)
+        tail = length - _tail(sinks, start, old_tokens(length, group))
         read = len(groups) * self.coded.bytes_per_group + max(0, tail) * self.store.bytes_per_token
         return read * self.running_layers // len(self.store.layers)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether all that a round reads of a sequence is there."""
         length = seq.num_committed
-        return self.coded.hold(
-            seq.id, self._groups(length), max(0, length - LAG) // self.coded.group * self.coded.group
-        )
+        return self.coded.hold(seq.id, self._groups(length), old_tokens(length, self.coded.group))
 
     def _groups(self, length: int) -> list[int]:
         """The groups that a round reads of a row with ``length`` final tokens: those that its first step sees."""

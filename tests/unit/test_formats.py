@@ -6,7 +6,7 @@ import torch
 from longdraft.cli.bench import make_arms
 from longdraft.cli.drafting import draft_config
 from longdraft.config import DraftConfig
-from longdraft.drafts.coded_spec import LAG, old_groups
+from longdraft.drafts.coded_spec import LAG, old_groups, old_tokens
 from longdraft.drafts.registry import FORMATS, KVS, SELECTORS, check, kept_tokens, make, named, page_note_bytes
 from longdraft.engine.sizing import kv_bytes_per_token
 from longdraft.errors import InvalidValueError
@@ -155,7 +155,7 @@ def test_groups_are_encoded_once_and_kept_while_they_are_read():
     store._encode = lambda units, slots: encoded.append(len(units)) or encode(units, slots)
     for length in range(1, 400):
         numbers = old_groups(16, max(16, length - 80), length, store.group)
-        assert store.hold(1, numbers, max(0, length - LAG) // store.group * store.group)
+        assert store.hold(1, numbers, old_tokens(length, store.group))
         assert list(store.get(1).units) == numbers
         assert store.pool.size - store.pool.num_free == len(numbers) <= 3
     assert encoded == [1] * ((400 - 1 - LAG) // store.group)
