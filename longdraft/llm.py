@@ -39,8 +39,9 @@ class LLM:
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"verified"``,
-            ``"pages"``, ``"topk"``, ``"full"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small model's path, a
-            mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes an output.
+            ``"pages"``, ``"topk"``, ``"full"``, ``"full+quant8"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small
+            model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes an
+            output.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
