@@ -70,10 +70,10 @@ class CodedStore:
         Those that are there already stay as they are. ``False``, with nothing changed, if there is no room.
         """
         old = self._rows[row].units if row in self._rows else {}
-        new = [n for n in numbers if n not in old]
-        if len(new) > self.pool.num_free:
+        new, gone = [n for n in numbers if n not in old], [unit for n, unit in old.items() if n not in numbers]
+        if len(new) > self.pool.num_free + sum(not self.pool.shared(unit) for unit in gone):
             return False
-        self.pool.release(unit for n, unit in old.items() if n not in numbers)
+        self.pool.release(gone)
         units = old | dict(zip(new, self.pool.take(len(new)), strict=True))
         self._rows[row] = Coded({n: units[n] for n in sorted(numbers)}, len(numbers) * self.group, start)
         if new:
