@@ -153,7 +153,7 @@ def test_groups_are_encoded_once_and_kept_while_they_are_read():
     store, encoded = CodedStore(source, Quant8(), 2), []  # no more than are ever read at once
     encode = store._encode
     store._encode = lambda units, slots: encoded.append(len(units)) or encode(units, slots)
-    for length in range(1, 400):
+    for length in (*range(1, 257), *range(257, 400, 32)):  # one by one, and several at a time
         numbers = old_groups(16, max(16, length - 80), length, store.group)
         assert store.hold(1, numbers, old_tokens(length, store.group))
         assert list(store.get(1).units) == numbers
