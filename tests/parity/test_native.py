@@ -482,6 +482,7 @@ def test_an_eight_bit_twin_is_close_and_shares_the_caches():
     twin = model.quantised()
     assert twin is model.quantised()
     assert twin.weight_bytes < 0.3 * model.weight_bytes
+    assert (twin.head.dtype, model.head.dtype) == (torch.int8, torch.float32)
     rows = [[(7 * i + n) % 128 for i in range(n)] for n in (90, 33)]
     exact = forced_logits(model, rows, 20)
     model._fused, fused = twin._fused, model._fused
