@@ -22,8 +22,8 @@ Kv = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="What a draft with a model reads of its cache: streaming_llm or full, the target itself also snapkv, "
-        "verified, pages or topk. All but pages and verified may have +quant8 behind: kept in 8 bits.",
+        help="What a draft with a model reads of its cache: streaming_llm, snapkv, topk or full, the target itself "
+        "also verified or pages. The target's, but for the last two, may have +quant8 behind: kept in 8 bits.",
     ),
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]

@@ -55,7 +55,7 @@ class CopySpec(SelfSpec):
         """``max_rows``: sequences that may run at once; each has room for its budget while the target has pages."""
         self.model, self.store, self.selector, self.layers = model, store, selector, layers
         pages = min(max_rows * store.pages_for(copied_tokens(selector)), store.num_pages)
-        self.copies = Copies(store, pages)
+        self.copies = Copies(store, pages, self._store_row)
         self.needs = selector.needs
         self._states: dict[int, _State] = {}  # by sequence id
 
@@ -75,7 +75,8 @@ class CopySpec(SelfSpec):
     def observe(self, seq: Sequence, seen: Seen) -> None:
         """See ``Draft``."""
         state = self._states.setdefault(seq.id, _State())
-        state.seen = state.seen.then(seen, self.needs.tokens) if state.seen else seen.last(self.needs.tokens)
+        keep = self.selector.needs.tokens
+        state.seen = state.seen.then(seen, keep) if state.seen else seen.last(keep)
 
     def settle(self, seqs: Seq[Sequence]) -> None:
         """See ``Draft``."""
@@ -102,14 +103,18 @@ class CopySpec(SelfSpec):
     def note_bytes(self, length: int) -> int:
         """See ``Draft``: the queries of the observation window."""
         config = self.model.config
-        return min(length, self.needs.queries) * config.num_layers * config.num_heads * config.head_dim * 4
+        return min(length, self.selector.needs.queries) * config.num_layers * config.num_heads * config.head_dim * 4
 
     # --- the copies
+
+    def _store_row(self, seq_id: int) -> int:
+        """The row of ``store`` that holds a sequence."""
+        return seq_id
 
     def _ready(self, row: DraftRow) -> bool:
         """Whether the row has a copy that serves, and room in it for this round."""
         seq, state = row.seq, self._states.setdefault(row.seq.id, _State())
-        if self._outdated(row, state) and not self._choose(row, state):
+        if self._outdated(row, state) and not self._choose(row):
             return False
         return self.copies.reserve(seq.id, seq.num_committed, row.gamma)
 
@@ -119,16 +124,16 @@ class CopySpec(SelfSpec):
             return True
         return copy.place(row.seq.num_committed) + row.gamma > max(self.selector.budget, row.gamma)
 
-    def _choose(self, row: DraftRow, state: _State) -> bool:
+    def _choose(self, row: DraftRow) -> bool:
         """Make the choice for a row and copy it; whether there was room."""
-        started = time.perf_counter()
+        started, state = time.perf_counter(), self._states[row.seq.id]
         length, budget = row.seq.num_committed, self.selector.budget
         tail = row.gamma + spare(self.selector.refresh, budget, row.gamma)
         count = min(length, max(0, budget - tail))
         if not self.copies.open(row.seq.id, count, length, row.gamma):
             return False
         if state.seen and 0 < count < length:
-            slots = self.store.slots(row.seq.id, 0, length).to(self.store.k.device)
+            slots = self.store.slots(self._store_row(row.seq.id), 0, length).to(self.store.k.device)
             chosen = self.selector.choose(state.seen, lambda i: self.store.layout.read_k(self.store.k[i], slots), count)
         else:
             chosen = first_and_last(length, count)

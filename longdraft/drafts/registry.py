@@ -15,6 +15,7 @@ from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.ngram import NGram
 from longdraft.drafts.page_spec import PageSpec
 from longdraft.drafts.self_spec import SelfSpec
+from longdraft.drafts.small_copies import SmallCopies
 from longdraft.drafts.small_model import DraftModel, SmallModel
 from longdraft.errors import InvalidValueError
 from longdraft.kv.format.base import Format
@@ -38,7 +39,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "pages": Pages,
     "verified": Verified,
 }
-# Those that small models with caches of their own can use, too.
 VIEW_SELECTORS = [name for name, kind in SELECTORS.items() if issubclass(kind, ViewSelector)]
 FORMATS: dict[str, type[Format]] = {"quant8": Quant8}
 # All that drafts with the target's weights can read, as DraftConfig spells it. Pages are read in place, in their form.
@@ -46,6 +46,8 @@ KVS = [
     *SELECTORS,
     *(f"{name}+{fmt}" for fmt in FORMATS for name, kind in SELECTORS.items() if not issubclass(kind, PageSelector)),
 ]
+# Those that small models with caches of their own can use, too.
+FOR_SMALL_MODELS = [name for name, kind in SELECTORS.items() if not issubclass(kind, PageSelector)]
 # Drafts that need nothing but the target, by the names that users may say for short.
 NAMED: dict[str, DraftConfig] = {
     **{name: DraftConfig(kv=name) for name in SELECTORS},
@@ -71,8 +73,8 @@ def check(config: DraftConfig) -> DraftConfig:
             raise InvalidValueError("kv", config.kv, limit, f"Pass {config.selection!r}.")
         formats = " or ".join(f"'+{name}'" for name in FORMATS)
         raise InvalidValueError("kv", config.kv, f"must be one of {', '.join(SELECTORS)}, with {formats} behind or not")
-    if config.own_model and config.kv not in VIEW_SELECTORS:
-        limit = f"must be one of {', '.join(VIEW_SELECTORS)} for a small model, which has a cache of its own"
+    if config.own_model and config.kv not in FOR_SMALL_MODELS:
+        limit = f"must be one of {', '.join(FOR_SMALL_MODELS)} for a small model, which has a cache of its own"
         raise InvalidValueError("kv", config.kv, limit)
     return config
 
@@ -80,10 +82,11 @@ def check(config: DraftConfig) -> DraftConfig:
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:
     """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory.
 
-    Encoded tokens are counted as whole ones, which leaves room for decoding them.
+    Those are the target's, or a small model's own. Encoded tokens are counted as whole ones, which leaves room for
+    decoding them.
     """
     reader = selector(config)
-    if config.weights not in TARGETS:
+    if config.weights == "ngram":
         return 0, 0
     if isinstance(reader, ViewSelector):
         return reader.budget if config.format and not isinstance(reader, Full) else 0, 0
@@ -133,6 +136,8 @@ def make(
         loaded = ", ".join(small) or "none was"
         limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
         raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
+    if isinstance(reader, TokenSelector):
+        return SmallCopies(small[config.weights], reader, model.config.vocab_size, max_rows)
     return SmallModel(small[config.weights], reader, model.config.vocab_size)
 
 

@@ -1,12 +1,14 @@
 """The classic draft: a smaller model with the target's tokenizer (arXiv:2211.17192) and a cache of its own.
 
 MagicDec (arXiv:2408.11049) shows that at long context the small model's own cache becomes its cost; so its steps read a
-selection of it, too. Beyond the small model's trained range it goes on with the first and the last tokens of the text,
-at positions counted within its cache.
+selection of it, too: here a part of its pages, in ``small_copies.py`` copies of chosen tokens. All of the cache is kept
+whatever is read of it. Beyond the small model's trained range it goes on with the first and the last tokens of the
+text, at positions counted within its cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
@@ -14,13 +16,14 @@ from itertools import count, takewhile
 import torch
 from torch.nn.functional import pad
 
+from longdraft.capture import Capture, Seen
 from longdraft.core import Proposal, Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.model_draft import ModelDraft
 from longdraft.kv.select.base import ViewSelector
 from longdraft.kv.select.full import Full
 from longdraft.kv.store import PagedStore
-from longdraft.models.feed import Feed, feed
+from longdraft.models.feed import Feed, Select, feed
 from longdraft.models.transformer import Transformer
 
 CHUNK = 512  # tokens fed at once where many are missing
@@ -35,6 +38,36 @@ class DraftModel:
         self.store = PagedStore(layers, num_pages, model.layout, model.kv_dtype, model.device)
         self.rows = count()
         self.max_length = model.config.full_attention_length
+
+    def feed(
+        self,
+        store: PagedStore,
+        feeds: Seq[Feed],
+        vocab_size: int,
+        select: Select | None = None,
+        capture: Capture | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[R, vocab_size]`` of the target's vocabulary: cut to it, or padded with −inf.
+
+        Ids for which the model has no embedding become its last.
+        """
+        last = self.model.config.vocab_size - 1
+        known = [replace(f, tokens=[min(t, last) for t in f.tokens]) for f in feeds]
+        logits = feed(self.model, store, known, select, capture=capture)[:, :vocab_size]
+        return pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+    def form(self, tokens: int, last: int) -> Capture | None:
+        """An empty form for the queries of the ``last`` ones of a pass over one row's ``tokens``; ``None`` for none."""
+        if not last:
+            return None
+        config, asked = self.model.config, torch.arange(max(0, tokens - last), tokens, device=self.model.device)
+        size = (config.num_layers, len(asked), config.num_heads, config.head_dim)
+        return Capture(asked, torch.empty(size, device=self.model.device))
+
+
+def agreeing(guesses: Seq[int], tokens: Seq[int]) -> int:
+    """How many of the guesses stand: those before the first that is not what the text has there."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guesses, tokens, strict=False)))
 
 
 @dataclass
@@ -59,10 +92,22 @@ class _State:
 
 
 class SmallModel(ModelDraft):
-    """Drafts by a ``DraftModel`` over ``selector``'s view of its own cache, which a prompt fills at full attention."""
+    """Drafts by a ``DraftModel`` over ``selector``'s view of its own cache, which a prompt fills at full attention.
 
-    def __init__(self, draft: DraftModel, selector: ViewSelector, vocab_size: int) -> None:
+    ``selector`` bounds what a step reads, not what is held: the cache keeps every token up to the model's range.
+    """
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        selector: ViewSelector,
+        vocab_size: int,
+        window: int = 0,
+        observe: Callable[[Sequence, Seen], None] | None = None,
+    ) -> None:
+        """``observe`` is told the queries of the last ``window`` tokens of every pass at full attention."""
         self.draft, self.selector, self.vocab_size = draft, selector, vocab_size
+        self._window, self._observe = window, observe
         self._states: dict[int, _State] = {}  # by sequence id
 
     # --- the draft's interface
@@ -82,9 +127,8 @@ class SmallModel(ModelDraft):
         return feeds
 
     def run(self, feeds: Seq[Feed]) -> torch.Tensor:
-        """See ``ModelDraft``. Logits are cut to the target's vocabulary, or padded with −inf."""
-        logits = self._feed(feeds, narrow=True)
-        return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
+        """See ``ModelDraft``."""
+        return self.draft.feed(self.draft.store, feeds, self.vocab_size, self.selector.select)
 
     def propose(self, rows: Seq[DraftRow], *, sampled: bool) -> Proposal:
         """See ``Draft``."""
@@ -100,13 +144,22 @@ class SmallModel(ModelDraft):
     def follow(self, seqs: Seq[Sequence]) -> None:
         """See ``Draft``: fills the cache beside the target's, as far as the small model's range goes."""
         for seq in seqs:
-            if isinstance(self.selector, Full) and len(seq.ids) > self.draft.max_length:
-                continue  # it will never be drafted
-            state = self._state(seq)
-            self._settle(seq, state)
-            stop = min(seq.num_committed, self.draft.max_length)
-            if not state.skip and state.known < stop and self._reserve(state, stop - state.known):
-                self._fill(seq, state, stop)
+            self.fill(seq)
+
+    def fill(self, seq: Sequence) -> bool:
+        """Take in the sequence's committed tokens at full attention; whether all of them are in the cache then."""
+        if isinstance(self.selector, Full) and len(seq.ids) > self.draft.max_length:
+            return False  # it will never be drafted
+        state = self._state(seq)
+        self._settle(seq, state)
+        stop = min(seq.num_committed, self.draft.max_length)
+        if not state.skip and state.known < stop and self._reserve(state, stop - state.known):
+            self._fill(seq, state, stop)
+        return state.known >= seq.num_committed
+
+    def row(self, seq_id: int) -> int:
+        """The row in the model's store of a sequence that is known."""
+        return self._states[seq_id].row
 
     def settle(self, seqs: Seq[Sequence]) -> None:
         """See ``Draft``."""
@@ -168,8 +221,7 @@ class SmallModel(ModelDraft):
         if state.known >= len(seq.ids):  # proposed for a step that failed
             state.known, state.guesses = len(seq.ids) - 1, []
         new = seq.ids[state.known : len(seq.ids) - 1]  # the newest token is always fed again: its logits are wanted
-        pairs = zip(state.guesses, new, strict=False)
-        state.known += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        state.known += agreeing(state.guesses, new)
         state.guesses = []
 
     def _rebase(self, seq: Sequence, state: _State) -> bool:
@@ -198,14 +250,11 @@ class SmallModel(ModelDraft):
     def _fill(self, seq: Sequence, state: _State, stop: int) -> None:
         """Feed ``ids[known:stop]`` at full attention; their pages are reserved."""
         while state.known < stop:
-            n = min(CHUNK, stop - state.known)
-            self._feed([Feed(state.row, state.length, seq.ids[state.known : state.known + n], 0)], narrow=False)
-            state.known += n
-
-    def _feed(self, feeds: Seq[Feed], narrow: bool) -> torch.Tensor:
-        """Logits over the draft's own rows of the target's vocabulary. Ids it has no embedding for become its last."""
-        last = self.draft.model.config.vocab_size - 1
-        known = [Feed(f.row, f.start, [min(t, last) for t in f.tokens], f.num_logits) for f in feeds]
-        select = self.selector.select if narrow else None
-        logits = feed(self.draft.model, self.draft.store, known, select)
-        return logits[:, : self.vocab_size]
+            tokens = seq.ids[state.known : min(stop, state.known + CHUNK)]
+            form = self.draft.form(len(tokens), self._window)
+            fed = [Feed(state.row, state.length, tokens, 0)]
+            self.draft.feed(self.draft.store, fed, self.vocab_size, capture=form)
+            state.known += len(tokens)
+            if form and self._observe:
+                n = len(form.tokens)
+                self._observe(seq, form.part(0, n, state.length - n))

@@ -81,7 +81,8 @@ def size_engine(
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
     A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do the 8-bit
     copies of an ``int8_draft``, what a draft keeps of each sequence (copies of ``copied`` tokens' K and V, and the
-    queries of ``observed`` tokens), and the ``page_notes`` bytes that it remembers of every page.
+    queries of ``observed`` tokens, those of ``draft`` if it has weights of its own), and the ``page_notes`` bytes that
+    it remembers of every page.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
@@ -98,8 +99,9 @@ def size_engine(
         fix = f"One page alone takes {page_bytes} bytes."
         memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
     pages_for_one = -(-length // block_size)
-    kept = copied * kv_bytes_per_token(config, kv_dtype), observed * query_bytes_per_token(config)
-    fitting = pages_beside(memory, page_bytes, max_num_seqs * sum(kept), block_size * query_bytes_per_token(config))
+    source = draft or config
+    kept = copied * kv_bytes_per_token(source, kv_dtype), observed * query_bytes_per_token(source)
+    fitting = pages_beside(memory, page_bytes, max_num_seqs * sum(kept), block_size * query_bytes_per_token(source))
     num_pages = min(fitting if any(kept) else memory // page_bytes, max_num_seqs * pages_for_one)
     if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(

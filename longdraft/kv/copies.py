@@ -2,7 +2,7 @@
 
     slots of a copy    0 ......... size | size ................................................
     hold               chosen tokens    | tail: the tokens from position ``start`` on
-                       other ones for   |   [start, known) copied from the source as they become final,
+                       other ones for   |   [start, known) final: copied from the source, or kept as they are,
                        each layer, head |   the rest a draft's own, tentative ones
 
 Keys carry their rotary positions, and all that is chosen lies before the tail; so a row of copies is read as any short
@@ -11,7 +11,7 @@ row is, by its slots alone: every kernel serves it, and one plan serves all laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,13 @@ class Copy:
 
 
 class Copies:
-    """Rows of ``source`` in a store of ``num_pages`` pages with the same layout, by the ids that they have there."""
+    """Rows of ``source`` in a store of ``num_pages`` pages with the same layout.
 
-    def __init__(self, source: PagedStore, num_pages: int) -> None:
-        self.source = source
+    They go by the ids that they have in the source, or by those that ``source_row`` turns into these.
+    """
+
+    def __init__(self, source: PagedStore, num_pages: int, source_row: Callable[[int], int] = int) -> None:
+        self.source, self._source_row = source, source_row
         self.store = PagedStore(len(source.layers), num_pages, source.layout, source.k.dtype, source.k.device)
         self._rows: dict[int, Copy] = {}
 
@@ -59,7 +62,7 @@ class Copies:
         """Copy the tokens at positions ``chosen [L, G, size]``, all below the length that the copy was opened with."""
         copy = self._rows[row]
         if copy.size:
-            slots = self.source.slots(row, 0, copy.start)[chosen.cpu()]
+            slots = self.source.slots(self._source_row(row), 0, copy.start)[chosen.cpu()]
             self._move(slots.transpose(1, 2), self.store.slots(row, 0, copy.size))
 
     def reserve(self, row: int, length: int, extra: int) -> bool:
@@ -75,10 +78,14 @@ class Copies:
         sources, targets = [], []
         for row, length in behind.items():
             copy = self._rows[row]
-            sources.append(self.source.slots(row, copy.known, length))
+            sources.append(self.source.slots(self._source_row(row), copy.known, length))
             targets.append(self.store.slots(row, copy.place(copy.known), copy.place(length)))
             copy.known = length
         self._move(torch.cat(sources).expand(len(self.source.layers), -1), torch.cat(targets))
+
+    def keep(self, row: int, count: int) -> None:
+        """The first ``count`` of a row's tentative tokens are final, as they are."""
+        self._rows[row].known += count
 
     def settle(self, row: int) -> None:
         """Give back the pages of a row that hold tentative tokens only."""

@@ -59,6 +59,7 @@ DRAFTS = {
     "mapping": lambda small, target: {"weights": small, "kv": "full", "gamma": 3},
     "config": lambda small, target: DraftConfig(weights=small, budget=12, sinks=2, gamma=5),
     "target": lambda small, target: {"weights": target, "kv": "full", "gamma": 3},
+    "snapkv": lambda small, target: DraftConfig(weights=target, kv="snapkv", budget=24),
     "ngram": lambda small, target: "ngram",
     "layer_skip": lambda small, target: "layer_skip",
     "layers": lambda small, target: {"layers": "first:2", "kv": "full"},

@@ -397,8 +397,6 @@ def test_where_there_is_no_page_nothing_is_proposed(tiny):
     assert [seq.output_ids for seq in seqs] == [run_alone(tiny, p, greedy(10)) for p in prompts]
 
 
-def test_a_small_model_cannot_have_it(tiny):
-    with pytest.raises(InvalidValueError, match="kv is 'snapkv'.*streaming_llm, full.*small model"):
-        make(DraftConfig(weights="small", kv="snapkv"), tiny, make_engine(tiny).store)
+def test_a_refresh_that_cannot_be_meant():
     with pytest.raises(InvalidValueError, match="refresh"):
         DraftConfig(kv="snapkv", refresh=-1)
