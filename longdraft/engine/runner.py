@@ -22,6 +22,8 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 
+MOST_IDLE = 8  # drafts that are kept though they know no sequence: what they are made of may take memory
+
 
 class Runner:
     """Runs batches of one model over one store, and the drafts that its sequences ask for."""
@@ -35,7 +37,9 @@ class Runner:
     ) -> None:
         """``small``: models loaded to draft for ``model``, by name; ``max_rows``: sequences that may run at once."""
         self.model, self.store, self.small, self.max_rows = model, store, dict(small or {}), max_rows
-        self._drafts: dict[DraftConfig, Draft] = {}
+        self._drafts: dict[DraftConfig, Draft] = {}  # the one asked for last comes last
+        self._users: defaultdict[DraftConfig, set[int]] = defaultdict(set)  # sequences that a draft may know
+        self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
@@ -46,6 +50,7 @@ class Runner:
         groups: dict[DraftConfig, list[int]] = defaultdict(list)
         for i, row in enumerate(batch.rows):
             if row.room and row.seq.draft:
+                self._of(row.seq)
                 groups[_any_gamma(row.seq.draft)].append(i)
         rows, log_q = list(batch.rows), {}
         for config, members in groups.items():
@@ -62,7 +67,7 @@ class Runner:
     @property
     def select_s(self) -> float:
         """Seconds that all drafts have spent on choosing what to read."""
-        return sum(draft.select_s for draft in self._drafts.values())
+        return self._select_s + sum(draft.select_s for draft in self._drafts.values())
 
     def check(self, config: DraftConfig) -> DraftConfig:
         """``config``, if such a draft can be made here; ``InvalidValueError`` otherwise."""
@@ -70,18 +75,25 @@ class Runner:
         return config
 
     def draft(self, config: DraftConfig) -> Draft:
-        """The draft object of a config, made when first asked for; γ and the rule are the rows' business."""
+        """The draft object of a config, made when there is none; γ and the rule are the rows' business.
+
+        Of those that know no sequence the ones asked for longest ago go once there are more than ``MOST_IDLE``.
+        """
         key = _key(config)
-        if key not in self._drafts:
-            self._drafts[key] = make(key, self.model, self.store, self.small, self.max_rows)
-        return self._drafts[key]
+        draft = self._drafts.pop(key, None) or make(key, self.model, self.store, self.small, self.max_rows)
+        idle = [other for other in self._drafts if not self._users[other]]
+        for other in idle[: max(0, len(idle) - MOST_IDLE)]:
+            self._select_s += self._drafts.pop(other).select_s
+            del self._users[other]
+        self._drafts[key] = draft
+        return draft
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store."""
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
-        needs = [self.draft(row.seq.draft).needs if row.seq.draft else NOTHING for row in batch.rows]
+        needs = [self._of(row.seq).needs if row.seq.draft else NOTHING for row in batch.rows]
         self._observation = observation = Observation(self.model, batch.rows, needs)
         return feed(self.model, self.store, feeds, capture=observation.capture)
 
@@ -102,12 +114,18 @@ class Runner:
     def fork(self, source: Sequence, child: Sequence) -> None:
         """Let ``child`` share what its draft knows of ``source``, if that has the same draft."""
         if child.draft and source.draft and _key(child.draft) == _key(source.draft):
-            self.draft(child.draft).fork(source, child)
+            self._of(child).fork(source, child)
 
     def release(self, seq: Sequence) -> None:
         """Let the drafts forget a sequence."""
-        for draft in self._drafts.values():
+        for key, draft in self._drafts.items():
             draft.release(seq.id)
+            self._users[key].discard(seq.id)
+
+    def _of(self, seq: Sequence) -> Draft:
+        """The draft of a sequence, which it may know from now on."""
+        self._users[_key(seq.draft)].add(seq.id)
+        return self.draft(seq.draft)
 
     def _with_proposal(self, row: Row, tokens: list[int]) -> Row:
         """``row`` with the proposed tokens that there is room for, up to the first that the target does not know."""

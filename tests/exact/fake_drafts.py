@@ -148,7 +148,9 @@ def slot(name):
 
 def place(engine, config, fake):
     """Let ``fake`` serve all rows of ``engine`` with this config, whatever their γ and rule."""
-    engine.runner._drafts[replace(config, gamma=1, sampling_rule="coupled")] = fake
+    key = replace(config, gamma=1, sampling_rule="coupled")
+    engine.runner._drafts[key] = fake
+    engine.runner._users[key].add(-1)  # never idle: it could not be made again
     return fake
 
 

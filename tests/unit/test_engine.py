@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from longdraft import SamplingParams
+from longdraft import DraftConfig, SamplingParams
 from longdraft.core import Sequence
+from longdraft.engine import runner
 from longdraft.engine.stops import cut
 from longdraft.errors import ContextLengthError, InvalidValueError
 from tests.conftest import greedy, make_engine, run, run_alone
@@ -212,3 +213,25 @@ def test_a_step_that_fails_is_timed_and_can_be_repeated(tiny, monkeypatch):
         engine.step()
     (seq,) = finished(engine).values()
     assert seq.output_ids == want
+
+
+def test_drafts_that_nobody_uses_are_given_up(tiny, monkeypatch):
+    """The ones asked for longest ago; never one that knows a sequence, whatever else is asked for meanwhile."""
+    monkeypatch.setattr(runner, "MOST_IDLE", 2)
+    engine = make_engine(tiny)
+    drafts = [DraftConfig(kv="snapkv", budget=32 + i) for i in range(6)]
+    seq = engine.sequence(engine.add(list(range(40)), greedy(30), drafts[0]))
+    engine.step()
+    used, known = engine.runner.draft(drafts[0]), engine.runner._drafts
+    for draft in drafts[1:]:
+        engine.add(list(range(40)), greedy(3), draft)
+        for _ in range(4):
+            engine.step()
+    assert engine.runner.draft(drafts[0]) is used
+    assert [d.budget for d in known] == [36, 37, 32]
+    before = engine.runner.select_s
+    list(run(engine))
+    assert sum(seq.stats.drafted) > 0
+    engine.runner.draft(drafts[4]), engine.runner.draft(drafts[2])
+    assert [d.budget for d in known] == [32, 36, 34]
+    assert engine.runner.select_s >= before > 0
