@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from longdraft.config import DraftConfig
 from longdraft.drafts.layer_skip import choose_layers
-from longdraft.drafts.registry import NAMED, check, named, selector
+from longdraft.drafts.registry import NAMED, check, kept_tokens, named, selector
 from longdraft.errors import InvalidValueError, VocabularyMismatchError
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import num_parameters
@@ -59,7 +59,8 @@ class Candidate:
     """A draft as the planner sees it; ``gamma`` of its config is a plan's to choose.
 
     ``network`` runs once per drafted token over ``reads`` of each row's cache; a draft without weights has none.
-    ``weight_bytes`` (in all) and ``kv_bytes_per_token`` are what it holds beside the target's.
+    ``weight_bytes`` (in all), ``kv_bytes_per_token`` and ``kv_bytes_per_row`` (copies) are what it holds beside the
+    target's.
     """
 
     config: DraftConfig
@@ -68,6 +69,7 @@ class Candidate:
     acceptance: Assumed
     weight_bytes: float = 0.0
     kv_bytes_per_token: float = 0.0
+    kv_bytes_per_row: float = 0.0
 
     @property
     def budget(self) -> int | None:
@@ -133,8 +135,9 @@ def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candid
         kv_bytes=target.kv_bytes,
         layers=None if kept is None else len(kept),
     )
-    copies = num_parameters(target.config) * BYTES["int8"] if int8 else 0.0
-    return Candidate(draft, net, reads, acceptance, weight_bytes=copies)
+    held = num_parameters(target.config) * BYTES["int8"] if int8 else 0.0
+    copies = kept_tokens(draft)[0] * target.network.kv_bytes_per_token
+    return Candidate(draft, net, reads, acceptance, weight_bytes=held, kv_bytes_per_row=copies)
 
 
 def _small(target: Target, draft: DraftConfig, reads: Reads, acceptance: Assumed) -> Candidate:
@@ -147,4 +150,6 @@ def _small(target: Target, draft: DraftConfig, reads: Reads, acceptance: Assumed
         raise VocabularyMismatchError(target.name, name, problem, "Take a draft with the target's tokenizer.")
     net = network(config, weight_bytes=target.weight_bytes, kv_bytes=target.kv_bytes)
     held = num_parameters(config) * target.weight_bytes
-    return Candidate(draft, net, lambda n: min(reads(n), longest), acceptance, held, net.kv_bytes_per_token)
+    per_token = net.kv_bytes_per_token
+    copies = kept_tokens(draft)[0] * per_token
+    return Candidate(draft, net, lambda n: min(reads(n), longest), acceptance, held, per_token, copies)

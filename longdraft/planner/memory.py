@@ -41,7 +41,7 @@ class Memory:
 def memory(target: Target, draft: Candidate | None, batch: int, context: int) -> Memory:
     """What ``batch`` rows of ``context`` tokens hold with ``draft``, or decoded plainly."""
     row = context * target.network.kv_bytes_per_token
-    draft_row = context * draft.kv_bytes_per_token if draft else 0.0
+    draft_row = context * draft.kv_bytes_per_token + draft.kv_bytes_per_row if draft else 0.0
     draft_weights = draft.weight_bytes if draft else 0.0
     usable = target.hardware.usable_bytes
     left = None if usable is None else usable - target.held_bytes - draft_weights

@@ -284,6 +284,9 @@ def test_drafts_hold_their_share():
     held = memory(on, small, 10, 1000)
     assert held.draft_weights == 2 * 1_235_814_400
     assert held.draft_cache == 10 * 1000 * 2 * 16 * 8 * 64 * 2  # its own cache holds all, whatever it reads
+    copying = replace(small.config, kv="snapkv")
+    assert memory(on, candidate(on, copying, given(0.7)), 10, 1000).draft_cache == 10 * 1512 * 2 * 16 * 8 * 64 * 2
+    assert memory(on, self_draft(on, kv="snapkv", budget=256), 10, 1000).draft_cache == 10 * 256 * 2 * 32 * 8 * 128 * 2
     assert memory(on, self_draft(on, weights="target@int8"), 10, 1000).draft_weights == 8_030_261_248
     assert memory(on, self_draft(on), 10, 1000).total == memory(on, None, 10, 1000).total
 
