@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with LONGDRAFT_ISA set to its name.
 #include "draw.h"
 #include "forward.h"
+#include "select.h"
 
 namespace longdraft {
 namespace LONGDRAFT_ISA {
@@ -32,7 +33,8 @@ void attend(const Parallel& p, const Shape& shape, const Part& part, const float
 #define LONGDRAFT_STRING(x) #x
 #define LONGDRAFT_NAME(x) LONGDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), pack, linear, write, attend, forward, draw, read};
+const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), pack, linear, write, attend, forward, draw, read,
+                         token_mass, page_scores};
 
 }  // namespace LONGDRAFT_ISA
 }  // namespace longdraft

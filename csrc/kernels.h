@@ -125,6 +125,12 @@ struct Kernels {
   void (*draw)(const Parallel&, const float* logits, int rows, int n, const double* temperatures, const int64_t* seeds,
                const int64_t* positions, int role, int64_t* tokens);
   void (*read)(const Parallel&, const void* data, int64_t bytes, float* out);
+  // mass[layers, kv_heads, count · PAGE] of the queries [layers, n, heads, dim] at positions `start`, … on a row's pages
+  void (*token_mass)(const Parallel&, const Shape&, int layers, const float* q, int n, int start, const int64_t* pages,
+                     int count, const void* k, int64_t layer_bytes, float* mass);
+  // scores[layers, kv_heads, count] of pages by bounds[layers, num_pages, kv_heads, 2 dim], which parts (float) multiply
+  void (*page_scores)(const Parallel&, const Shape&, int layers, const void* bounds, int64_t num_pages,
+                      const float* parts, const int64_t* pages, int count, float* scores);
 };
 
 constexpr int PAGE = 16;         // tokens

@@ -223,6 +223,22 @@ class Runtime {
                    at<const int64_t>(seeds), at<const int64_t>(positions), role, at<int64_t>(tokens));
   }
 
+  void token_mass(std::tuple<int, int, int, bool> shape, int layers, uintptr_t q, int n, int start, uintptr_t pages,
+                  int count, uintptr_t k, int64_t layer_bytes, uintptr_t mass) {
+    auto [heads, kv_heads, dim, kv_bf16] = shape;
+    std::lock_guard<std::mutex> lock(mutex_);
+    kernels_->token_mass(parallel_, {heads, kv_heads, dim, kv_bf16}, layers, at<const float>(q), n, start,
+                         at<const int64_t>(pages), count, at<const void>(k), layer_bytes, at<float>(mass));
+  }
+
+  void page_scores(std::tuple<int, int, int, bool> shape, int layers, uintptr_t bounds, int64_t num_pages,
+                   uintptr_t parts, uintptr_t pages, int count, uintptr_t scores) {
+    auto [heads, kv_heads, dim, kv_bf16] = shape;
+    std::lock_guard<std::mutex> lock(mutex_);
+    kernels_->page_scores(parallel_, {heads, kv_heads, dim, kv_bf16}, layers, at<const void>(bounds), num_pages,
+                          at<const float>(parts), at<const int64_t>(pages), count, at<float>(scores));
+  }
+
   double read(uintptr_t data, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<float> out(pool_->size() * 8);
@@ -312,5 +328,7 @@ NB_MODULE(_native, m) {
       .def("attention", &Runtime::attention, Release())
       .def("forward", &Runtime::forward, Release())
       .def("draw", &Runtime::draw, Release())
+      .def("token_mass", &Runtime::token_mass, Release())
+      .def("page_scores", &Runtime::page_scores, Release())
       .def("read", &Runtime::read, Release());
 }

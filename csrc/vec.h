@@ -48,6 +48,13 @@ inline V where_below(V a, V limit, V yes, V no) {  // a < limit ? yes : no
 }
 inline V round(V a) { return {_mm512_roundscale_ps(a.x, 0)}; }
 inline V scale2(V p, V n) { return {_mm512_scalef_ps(p.x, n.x)}; }  // p · 2^n
+inline V first_of(const uint32_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+inline V second_of(const uint32_t* p) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
+}
+inline V load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
 
 #elif defined(__AVX2__)
 
@@ -84,6 +91,19 @@ inline __m256 scale2(__m256 p, __m256 n) {
       p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
 }
 inline V scale2(V p, V n) { return {scale2(p.x, n.x), scale2(p.y, n.y)}; }
+inline __m256 first_half(const uint32_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+}
+inline __m256 second_half(const uint32_t* p) {
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), high));
+}
+inline V first_of(const uint32_t* p) { return {first_half(p), first_half(p + 8)}; }
+inline V second_of(const uint32_t* p) { return {second_half(p), second_half(p + 8)}; }
+inline __m256 half_of_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline V load_bf16(const uint16_t* p) { return {half_of_bf16(p), half_of_bf16(p + 8)}; }
 
 #else
 
@@ -113,6 +133,9 @@ inline bool any_above(V a, V b) {
 inline V where_below(V a, V limit, V yes, V no) { LONGDRAFT_LANES(a.x[i] < limit.x[i] ? yes.x[i] : no.x[i]); }
 inline V round(V a) { LONGDRAFT_LANES(std::nearbyint(a.x[i])); }
 inline V scale2(V p, V n) { LONGDRAFT_LANES(std::ldexp(p.x[i], n.x[i] == n.x[i] ? int(n.x[i]) : 0)); }
+inline V first_of(const uint32_t* p) { LONGDRAFT_LANES(from_bf16(uint16_t(p[i]))); }
+inline V second_of(const uint32_t* p) { LONGDRAFT_LANES(from_bf16(uint16_t(p[i] >> 16))); }
+inline V load_bf16(const uint16_t* p) { LONGDRAFT_LANES(from_bf16(p[i])); }
 
 #endif
 
@@ -133,25 +156,7 @@ inline void store_bf16(uint16_t* p, V a) { _mm256_storeu_si256((__m256i*)p, (__m
 struct P {
   V low, high;
 };
-inline P load_pairs(const uint32_t* p) {
-#if defined(__AVX512F__)
-  __m512i u = _mm512_loadu_si512(p);
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(u, 16))},
-          {_mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(int(0xffff0000))))}};
-#elif defined(__AVX2__)
-  const __m256i high = _mm256_set1_epi32(int(0xffff0000));
-  __m256i u = _mm256_loadu_si256((const __m256i*)p), w = _mm256_loadu_si256((const __m256i*)(p + 8));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(u, high)), _mm256_castsi256_ps(_mm256_and_si256(w, high))}};
-#else
-  P r;
-  for (int i = 0; i < 16; i++) {
-    r.low.x[i] = from_bf16(uint16_t(p[i]));
-    r.high.x[i] = from_bf16(uint16_t(p[i] >> 16));
-  }
-  return r;
-#endif
-}
+inline P load_pairs(const uint32_t* p) { return {first_of(p), second_of(p)}; }
 inline P splat_pair(uint32_t u) { return {splat(from_bf16(uint16_t(u))), splat(from_bf16(uint16_t(u >> 16)))}; }
 inline V dot(V acc, P a, P b) { return fma(a.high, b.high, fma(a.low, b.low, acc)); }
 inline void store_bf16(uint16_t* p, V a) {

@@ -85,10 +85,11 @@ class Seen:
 
     def then(self, new: Seen, keep: int) -> Seen:
         """This and what came after it, cut to the last ``keep`` tokens; what does not join on is forgotten."""
-        if self.stop != new.start:
+        more = keep - (new.stop - new.start)
+        if self.stop != new.start or more <= 0:
             return new.last(keep)
-        joined = _join(self.queries, new.queries), _join(self.page_mass, new.page_mass)
-        return Seen(self.start, *joined).last(keep)
+        old = self.since(max(self.start, self.stop - more))
+        return Seen(old.start, _join(old.queries, new.queries), _join(old.page_mass, new.page_mass))
 
     def last(self, keep: int) -> Seen:
         """This, cut to the last ``keep`` tokens; a copy, since a view would hold on to all that the pass captured."""

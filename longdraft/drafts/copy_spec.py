@@ -22,6 +22,7 @@ from longdraft.drafts.refresh import Since, spare
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.kv.copies import Copies
 from longdraft.kv.select.base import TokenSelector
+from longdraft.kv.select.keys import StoredKeys
 from longdraft.kv.select.streaming_llm import first_and_last
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
@@ -133,8 +134,8 @@ class CopySpec(SelfSpec):
         if not self.copies.open(row.seq.id, count, length, row.gamma):
             return False
         if state.seen and 0 < count < length:
-            slots = self.store.slots(self._store_row(row.seq.id), 0, length).to(self.store.k.device)
-            chosen = self.selector.choose(state.seen, lambda i: self.store.layout.read_k(self.store.k[i], slots), count)
+            keys = StoredKeys(self.store, self._store_row(row.seq.id), length)
+            chosen = self.selector.choose(state.seen, keys, count)
         else:
             chosen = first_and_last(length, count)
             chosen = chosen.expand(len(self.store.layers), self.store.layout.num_kv_heads, -1)

@@ -14,18 +14,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from longdraft.capture import Seen
 from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.refresh import Since, spare
 from longdraft.drafts.self_spec import SelfSpec
-from longdraft.kv.select.base import PageSelector, top_pages
+from longdraft.kv.select.base import PageSelector, top
 from longdraft.kv.store import PagedStore
-from longdraft.models.feed import Feed, feed
+from longdraft.models.feed import Feed, Select, feed
 from longdraft.models.transformer import Transformer
-from longdraft.view import PagesView, TableView
+from longdraft.view import PagesView
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class PageSpec(SelfSpec):
         self.model, self.store, self.selector, self.layers = model, store, selector, layers
         self.memory, self.needs = selector.memory(store), selector.needs
         self._states: dict[int, _Choice] = {}  # by sequence id
+        self._numbers = torch.empty(0)  # [L, B, G, K]: the pages that a round's rows read in its last step
+        self._places: dict[int, int] = {}  # sequence id → its place among these rows
 
     def begin(self, rows: Seq[DraftRow]) -> list[Feed | None]:
         """See ``ModelDraft``."""
@@ -86,13 +88,18 @@ class PageSpec(SelfSpec):
         for row in rows:
             if self._outdated(row):
                 self._states[row.seq.id] = self._choose(row)
+        self._list(rows)
         self.select_s += time.perf_counter() - started
         return super().begin(rows)
 
     def run(self, feeds: Seq[Feed]) -> torch.Tensor:
         """See ``ModelDraft``."""
-        rows = [f.row for f in feeds]
-        return feed(self.model, self.store, feeds, lambda view: self._select(view, rows), self.layers)
+        return feed(self.model, self.store, feeds, self._select_for([f.row for f in feeds]), self.layers)
+
+    def follow(self, seqs: Seq[Sequence]) -> None:
+        """See ``Draft``."""
+        for seq in seqs:
+            self.memory.follow(seq.id, seq.num_committed // self.store.layout.page_size)
 
     def observe(self, seq: Sequence, seen: Seen) -> None:
         """See ``Draft``."""
@@ -133,19 +140,26 @@ class PageSpec(SelfSpec):
         if 0 < cut.count < cut.first - cut.sinks:
             rating = self.memory.rate(row.seq.id, cut.first)
             if rating is not None:
-                middle = top_pages(rating[..., cut.sinks :], cut.count).cpu() + cut.sinks
+                middle = top(rating[..., cut.sinks :], cut.count).cpu() + cut.sinks
             blind = rating is None
         pages = torch.cat([torch.arange(cut.sinks).expand(heads), middle], dim=2)
         return _Choice(pages, cut.first, Since.now(row.seq.stats), blind)
 
-    def _select(self, view: TableView, rows: Seq[int]) -> PagesView:
-        numbers = [self._numbers(row, length) for row, length in zip(rows, view.lens.tolist(), strict=True)]
-        width = max(x.shape[2] for x in numbers)
-        padded = [pad(x, (0, width - x.shape[2]), value=-1) for x in numbers]
-        return PagesView(view.tables, torch.stack(padded, dim=1), view.lens, view.page_size)
+    # --- what a round reads
 
-    def _numbers(self, row: int, length: int) -> torch.Tensor:
-        """``[L, G, K]``: all pages that the first ``length`` tokens of a row are read in."""
-        choice = self._states[row]
+    def _list(self, rows: Seq[DraftRow]) -> None:
+        """Note the pages of all steps of a round: what a step has not reached yet shows it nothing."""
+        listed = [self.pages_read(row.seq.id, row.seq.num_committed + row.gamma) for row in rows]
+        self._numbers = pad_sequence([x.movedim(2, 0) for x in listed], padding_value=-1).permute(2, 1, 3, 0)
+        self._places = {row.seq.id: place for place, row in enumerate(rows)}
+
+    def pages_read(self, seq_id: int, length: int) -> torch.Tensor:
+        """``[L, G, K]``: numbers of all pages that the first ``length`` tokens of a sequence are read in, ascending."""
+        choice = self._states[seq_id]
         rest = torch.arange(choice.first, self.store.pages_for(length))
         return torch.cat([choice.pages, rest.expand(*choice.pages.shape[:2], -1)], dim=2)
+
+    def _select_for(self, rows: Seq[int]) -> Select:
+        places = [self._places[row] for row in rows]
+        numbers = self._numbers if len(places) == len(self._places) else self._numbers[:, places]
+        return lambda view: PagesView(view.tables, numbers, view.lens, view.page_size)

@@ -27,6 +27,15 @@ class PlainLayout:
         """The tokens at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
         return storage[slots // self.page_size, _heads(slots), slots % self.page_size]
 
+    def read_pages_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """All keys of ``pages [P]`` as ``[P * page_size, G, D]``."""
+        return storage[pages].transpose(1, 2).flatten(0, 1)
+
+    def bounds_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """The smallest and the largest key of each page, by channel, in all layers: ``[L, P, G, 2, D]``."""
+        keys = storage[:, pages]  # [L, P, G, page_size, D]
+        return torch.stack([keys.amin(dim=3), keys.amax(dim=3)], dim=3)
+
     # Keys and values lie alike.
     write_k = write_v = write
     read_k = read_v = read
@@ -71,6 +80,16 @@ class BlockedLayout:
     def read_k(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The keys at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
         return self._keys(storage)[slots // self.page_size, _heads(slots), :, slots % self.page_size].flatten(2)
+
+    def read_pages_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """All keys of ``pages [P]`` as ``[P * page_size, G, D]``."""
+        return self._keys(storage[pages]).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
+
+    def bounds_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """The smallest and the largest key of each page, by channel, in all layers: ``[L, P, G, 2, D]``."""
+        keys = self._keys(storage[:, pages])  # [L * P, G, D / step, page_size, step]
+        both = torch.stack([keys.amin(dim=3), keys.amax(dim=3)], dim=2)
+        return both.flatten(3).unflatten(0, (len(storage), len(pages)))
 
     def read_v(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The values at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""

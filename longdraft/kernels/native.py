@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longdraft.errors import InvalidValueError
-from longdraft.kernels.layout import BlockedLayout
+from longdraft.kernels.layout import BlockedLayout, Layout
 from longdraft.view import NEVER, AttnPlan, CompactView, KVView, LayerKV, PagesView, TableView
 
 if TYPE_CHECKING:
@@ -98,6 +98,39 @@ def draw(
 def can_draw(logits: torch.Tensor) -> bool:
     """Whether ``draw`` serves these logits."""
     return _native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+
+
+def can_rate(layout: Layout, k: torch.Tensor) -> bool:
+    """Whether ``token_mass`` and ``page_scores`` serve keys that lie in ``k`` like this."""
+    return isinstance(layout, BlockedLayout) and k.device.type == "cpu"
+
+
+def token_mass(
+    queries: torch.Tensor,  # [L, n, H, D] float32, at the positions start, start + 1, …
+    start: int,
+    k: torch.Tensor,  # [L, …] the storage of all layers' keys
+    layout: BlockedLayout,
+    pages: torch.Tensor,  # [P] int64: those of one row
+) -> torch.Tensor:
+    """``[L, G, P * page_size]`` float32: see ``Keys.mass``; 0 for slots behind the last query."""
+    queries, pages = queries.contiguous(), pages.contiguous()
+    layers, n, heads, dim = queries.shape
+    mass = torch.empty(layers, layout.num_kv_heads, len(pages) * layout.page_size)
+    shape = (heads, layout.num_kv_heads, dim, k.dtype == torch.bfloat16)
+    addresses = (pages.data_ptr(), len(pages), k.data_ptr(), k[0].nbytes, mass.data_ptr())
+    runtime().token_mass(shape, layers, queries.data_ptr(), n, start, *addresses)
+    return mass
+
+
+def page_scores(parts: torch.Tensor, bounds: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """``[L, G, P]`` float32: ``parts [L, G, 2, D]`` times ``bounds [L, all pages, G, 2, D]`` of ``pages [P]``."""
+    parts, pages = parts.contiguous(), pages.contiguous()
+    layers, num_pages, kv_heads, _, dim = bounds.shape
+    scores = torch.empty(layers, kv_heads, len(pages))
+    shape = (kv_heads, kv_heads, dim, bounds.dtype == torch.bfloat16)
+    addresses = (parts.data_ptr(), pages.data_ptr(), len(pages), scores.data_ptr())
+    runtime().page_scores(shape, layers, bounds.data_ptr(), num_pages, *addresses)
+    return scores
 
 
 class NativeLinear:
@@ -219,8 +252,10 @@ def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor,
         pages = view.tables.gather(1, number)[:, None]
         return pages, (number * view.page_size)[:, None], used.sum(dim=1)[:, None], None
     if isinstance(view, PagesView):
-        number = torch.where(view.numbers < 0, FAR, view.numbers).sort(dim=-1).values
-        used = number < FAR
+        number = torch.where(view.numbers < 0, FAR, view.numbers)
+        if (number[..., 1:] < number[..., :-1]).any():
+            number = number.sort(dim=-1).values
+        used = number * view.page_size < view.lens[:, None, None]  # what lies behind the row's end shows nothing
         number = number.where(used, 0)
         tables = view.tables[:, None].expand(*number.shape[:-1], -1)
         return tables.gather(-1, number), number * view.page_size, used.sum(dim=-1), None

@@ -92,6 +92,10 @@ class PagedStore:
         token = torch.arange(start, stop)
         return pages[token // size - first] * size + token % size
 
+    def pages(self, row: int, first: int, stop: int) -> torch.Tensor:
+        """``[stop - first]``: where the pages ``[first, stop)`` of ``row`` lie, which must be reserved."""
+        return torch.tensor(self._tables[row][first:stop], dtype=torch.int64)
+
     def view(self, rows: Sequence[int], lens: Sequence[int]) -> TableView:
         """The first ``lens[b]`` tokens of each row, all of them visible."""
         tables = [self._tables[row] for row in rows]

@@ -10,7 +10,7 @@ from longdraft.config import DraftConfig
 from longdraft.drafts.page_spec import PageSpec, budget_pages, split
 from longdraft.drafts.registry import make
 from longdraft.errors import InvalidValueError
-from longdraft.kv.select.base import top_pages
+from longdraft.kv.select.base import top
 from longdraft.kv.select.pages import PageBounds, Pages
 from longdraft.models.feed import feed
 from longdraft.models.registry import RandomWeights, tiny_config
@@ -56,10 +56,10 @@ def test_the_budget_is_spent_and_kept(refresh):
     assert refresh != 1 or roomy > 500
 
 
-def test_top_pages_prefers_the_lower_page():
+def test_top_prefers_the_lower_page():
     rating = torch.tensor([[[1.0, 3, 3, 0, 3, 2]], [[0, 0, 0, 0, 0, 0]]])
-    assert top_pages(rating, 2).tolist() == [[[1, 2]], [[0, 1]]]
-    assert top_pages(rating, 4).tolist() == [[[1, 2, 4, 5]], [[0, 1, 2, 3]]]
+    assert top(rating, 2).tolist() == [[[1, 2]], [[0, 1]]]
+    assert top(rating, 4).tolist() == [[[1, 2, 4, 5]], [[0, 1, 2, 3]]]
 
 
 # --- what is read
@@ -97,7 +97,7 @@ class Watched:
         """No page twice, none beyond the row; at most the budget's tokens, or the round's own."""
         for f in feeds:
             length = f.start + len(f.tokens)
-            numbers = self.draft._numbers(f.row, length)
+            numbers = self.draft.pages_read(f.row, length)
             assert (numbers.diff(dim=-1) > 0).all()
             assert (numbers[..., -1] == (length - 1) // 16).all()
             read = 16 * (numbers.shape[-1] - 1) + (length - 1) % 16 + 1
@@ -111,7 +111,7 @@ class Watched:
         def select(view):
             positions = torch.full((3, len(feeds), 2, view.tables.shape[1] * 16), NEVER)
             for b, f in enumerate(feeds):
-                numbers = self.draft._numbers(f.row, int(view.lens[b]))
+                numbers = self.draft.pages_read(f.row, int(view.lens[b]))
                 tokens = (numbers[..., None] * 16 + torch.arange(16)).flatten(2)
                 positions[:, b].scatter_(2, tokens, tokens)
             positions[positions >= view.lens[:, None, None]] = NEVER
@@ -258,7 +258,7 @@ def test_a_long_output_stays_within_the_budget(kv, refresh):
     while engine.has_work:
         engine.step()
         if seq.id in draft._states:
-            most = max(most, draft._numbers(seq.id, seq.num_committed).shape[2])
+            most = max(most, draft.pages_read(seq.id, seq.num_committed).shape[2])
     assert len(seq.output_ids) == 2000
     assert most <= 8
     gaps = [b - a for a, b in zip(at, at[1:], strict=False)]

@@ -5,11 +5,18 @@ import torch
 
 from longdraft import SamplingParams
 from longdraft.config import DraftConfig
-from longdraft.kv.select.pages import page_bounds, page_scores
+from longdraft.kernels.layout import PlainLayout
+from longdraft.kv.select.pages import page_scores
 from tests.conftest import make_engine
 from tests.unit.test_page_spec import PROMPT, spoil
 
 DRAFT = DraftConfig(kv="pages", budget=64, gamma=4)
+
+
+def page_bounds(keys):
+    """``keys [S, G, D]`` → ``[P, G, 2, D]``: the smallest and the largest of each 16 tokens."""
+    pages = keys.unflatten(0, (-1, 16))
+    return torch.stack([pages.amin(dim=1), pages.amax(dim=1)], dim=2)
 
 
 def brute_force(queries, keys, size):
@@ -31,7 +38,7 @@ def brute_force(queries, keys, size):
 def test_scores_are_those_of_brute_force_and_bound_every_key(group, window):
     torch.manual_seed(group)
     keys, queries = torch.randn(96, 3, 16), torch.randn(window, 3 * group, 16)
-    scores = page_scores(queries, page_bounds(keys, 16))
+    scores = page_scores(queries, page_bounds(keys))
     torch.testing.assert_close(scores.double(), brute_force(queries, keys, 16), rtol=1e-5, atol=1e-5)
     # The sum of a group's best scores in a page is no larger.
     exact = torch.einsum("sgd,nghd->nghs", keys, queries.view(window, 3, group, 16))
@@ -73,19 +80,16 @@ def test_bounds_are_of_final_tokens_whatever_was_accepted(tiny, top_k):
     assert 0 < sum(sum(s.stats.accepted) for s in seqs) < sum(sum(s.stats.drafted) for s in seqs)
 
 
-def test_rows_that_share_pages_share_bounds(tiny):
-    """What a fork knows already is not made again; what it lacks, it makes itself."""
-    engine = make_engine(tiny)
+def test_rows_that_share_pages_share_bounds(tiny, monkeypatch):
+    """Made chunk by chunk as a prompt is filled; what a fork knows already is not made again."""
+    engine = make_engine(tiny, max_num_batched_tokens=100)
     draft, made = engine.runner.draft(DRAFT), []
-    update = draft.memory._update
-    draft.memory._update = lambda row, pages: (
-        made.append((draft.memory._known.get(row, 0), pages)) or update(row, pages)
-    )
+    bounds = PlainLayout.bounds_k
+    monkeypatch.setattr(PlainLayout, "bounds_k", lambda self, k, p: made.append(len(p)) or bounds(self, k, p))
     engine.add_all(PROMPT, SamplingParams(seed=3, max_tokens=8, n=2), DRAFT)
     while engine.has_work:
         engine.step()
-    assert made[0][0] == 0
-    assert sum(known == 0 for known, _ in made) <= 2  # each of the two before its first choice at most
+    assert made == [6, 3]  # of 150 tokens; the eight that are generated fill no page
     source = engine.sequence(engine.add(PROMPT, SamplingParams(seed=3, max_tokens=20), DRAFT))
     for _ in range(3):
         engine.step()

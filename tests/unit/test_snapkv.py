@@ -12,6 +12,7 @@ from longdraft.drafts.copy_spec import CopySpec
 from longdraft.drafts.registry import make
 from longdraft.errors import InvalidValueError
 from longdraft.kv.copies import Copies
+from longdraft.kv.select.keys import Keys
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import first_and_last
 from longdraft.kv.store import PagedStore
@@ -55,7 +56,7 @@ def test_the_choice_is_that_of_brute_force(group, window):
         keys = torch.randn(2, length, kv_heads, 16)
         queries = torch.randn(2, min(window, length), kv_heads * group, 16) * 2
         start = length - queries.shape[1]
-        got = SnapKV(512, window=window).choose(Seen(start, queries), lambda layer, k=keys: k[layer], count)
+        got = SnapKV(512, window=window).choose(Seen(start, queries), Keys(lambda layer, k=keys: k[layer]), count)
         recent = min(window, count // 2)
         want = [brute_force(queries[i], keys[i], start, count, recent) for i in range(2)]
         assert torch.equal(got, torch.stack(want))
@@ -65,7 +66,7 @@ def test_few_queries_and_large_scores():
     """One query decides alone; a key that takes all is found wherever it lies, its neighbours with it."""
     keys = torch.zeros(60, 1, 16)
     keys[31] = 100.0
-    chosen = SnapKV(512).choose(Seen(59, torch.full((1, 1, 4, 16), 50.0)), lambda layer: keys, 8)
+    chosen = SnapKV(512).choose(Seen(59, torch.full((1, 1, 4, 16), 50.0)), Keys(lambda layer: keys), 8)
     assert chosen[0, 0].tolist()[-4:] == [56, 57, 58, 59]
     assert set(chosen[0, 0].tolist()[:4]) < {29, 30, 31, 32, 33}
 

@@ -5,12 +5,14 @@ import torch
 
 from longdraft.capture import Seen
 from longdraft.config import DraftConfig
-from longdraft.kv.select.base import top_pages
-from longdraft.kv.select.pages import page_bounds, page_scores
+from longdraft.kv.select.base import top
+from longdraft.kv.select.keys import Keys
+from longdraft.kv.select.pages import page_scores
 from longdraft.kv.select.snapkv import SnapKV
 from longdraft.kv.select.streaming_llm import first_and_last
 from longdraft.kv.select.topk import TopK
 from tests.conftest import greedy, make_engine, run, run_alone
+from tests.unit.test_pages import page_bounds
 
 PROMPT = [(11 * i + i // 7) % 128 for i in range(150)]
 
@@ -38,7 +40,7 @@ def test_the_choice_is_that_of_brute_force_and_bounds_all_others(group):
         kv_heads = 1 + length % 3
         keys = torch.randn(2, length, kv_heads, 16)
         queries = torch.randn(2, min(32, length), kv_heads * group, 16) * 2
-        seen, read = Seen(length - queries.shape[1], queries), lambda layer, k=keys: k[layer]
+        seen, read = Seen(length - queries.shape[1], queries), Keys(lambda layer, k=keys: k[layer])
         got = TopK(512).choose(seen, read, count)
         others = [SnapKV(512, window=w).choose(seen, read, count) for w in (1, 8, 32)]
         others += [first_and_last(length, count).expand(2, kv_heads, -1)]
@@ -56,16 +58,16 @@ def test_no_pages_hold_more(group):
     torch.manual_seed(group)
     keys, query = torch.randn(1, 160, 2, 16), torch.randn(1, 1, 2 * group, 16) * 2
     mass = weights(query[0, 0], keys[0])
-    for rating in (page_scores(query[0], page_bounds(keys[0], 16)), mass.unflatten(1, (-1, 16)).sum(dim=2)):
+    for rating in (page_scores(query[0], page_bounds(keys[0])), mass.unflatten(1, (-1, 16)).sum(dim=2)):
         for count in (1, 4, 9):
-            pages = top_pages(rating[None], count)[0]
+            pages = top(rating[None], count)[0]
             tokens = (pages[..., None] * 16 + torch.arange(16)).flatten(1)
-            best = TopK(512).choose(Seen(159, query), lambda layer: keys[layer], 16 * count)[0]
+            best = TopK(512).choose(Seen(159, query), Keys(lambda layer: keys[layer]), 16 * count)[0]
             assert (held(mass, best) + 1e-12 >= held(mass, tokens)).all()
 
 
 def test_ties_go_to_the_earlier_tokens():
-    chosen = TopK(512).choose(Seen(39, torch.ones(1, 1, 2, 16)), lambda layer: torch.zeros(40, 1, 16), 9)
+    chosen = TopK(512).choose(Seen(39, torch.ones(1, 1, 2, 16)), Keys(lambda layer: torch.zeros(40, 1, 16)), 9)
     assert chosen.flatten().tolist() == list(range(9))
 
 

@@ -25,6 +25,15 @@ def group_weights(
         yield scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).sum(dim=0)
 
 
+def attention_mass(
+    queries: torch.Tensor,  # [n, H, D] after rotary embedding
+    keys: torch.Tensor,  # [S, G, D] likewise
+    positions: torch.Tensor,  # [n] where the queries stand; query p sees the keys [0, p]
+) -> torch.Tensor:
+    """``[G, S]`` float32: attention weights of every key, summed over the queries and over the heads of a KV group."""
+    return torch.stack([x.sum(dim=0) for x in group_weights(queries.float(), keys.float(), positions)])
+
+
 class PageMass:
     """The attention mass of some flat tokens of a step on each page of their rows. One object serves all layers."""
 

@@ -9,12 +9,12 @@ what the target's passes said, chooses once in a while, and the draft keeps copi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from longdraft.capture import Needs, Seen
+from longdraft.kv.select.keys import Keys
 from longdraft.kv.store import PagedStore
 from longdraft.view import KVView, TableView
 
@@ -54,10 +54,9 @@ class TokenSelector(Selector):
         """What it chooses by."""
 
     @abstractmethod
-    def choose(self, seen: Seen, keys: Callable[[int], torch.Tensor], count: int) -> torch.Tensor:
-        """Positions ``[L, G, count]`` of a row's tokens, ascending, each once per head.
-
-        ``keys(layer)`` are all keys of the row, ``[S, G, D]``, and ``count ≤ S``. A pure function of its arguments.
+    def choose(self, seen: Seen, keys: Keys, count: int) -> torch.Tensor:
+        """Positions ``[L, G, count]`` of a row's tokens, ascending, each once per head; ``count`` is at most their
+        number. A pure function of its arguments.
         """
 
 
@@ -67,6 +66,9 @@ class PageMemory(ABC):
     @abstractmethod
     def observe(self, row: int, seen: Seen) -> None:
         """What passes of the target said of tokens of a row that are final."""
+
+    def follow(self, row: int, pages: int) -> None:  # noqa: B027 - nothing to do is a choice
+        """So many first pages of a row are full and final; what is remembered of them may be made now."""
 
     @abstractmethod
     def rate(self, row: int, pages: int) -> torch.Tensor | None:
@@ -111,8 +113,8 @@ class PageSelector(Selector):
         """Bytes that are remembered of a page in one layer."""
 
 
-def top_pages(rating: torch.Tensor, count: int) -> torch.Tensor:
-    """``[L, G, count]`` of the P pages that ``rating [L, G, P]`` rates: the best, ascending; ties to the lower page."""
+def top(rating: torch.Tensor, count: int) -> torch.Tensor:
+    """``[L, G, count]`` of the N that ``rating [L, G, N]`` rates: the best, ascending; ties to the lower number."""
     bits = (rating.float() + 0.0).view(torch.int32)  # as integers, floats keep their order, the negative ones backwards
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     keys = order - torch.arange(rating.shape[-1], device=rating.device)  # no two alike, and far cheaper than a sort

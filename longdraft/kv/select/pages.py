@@ -11,24 +11,24 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.capture import Needs, Seen
+from longdraft.kernels import native
 from longdraft.kv.select.base import PageMemory, PageSelector
 from longdraft.kv.store import PagedStore
 
 
-def page_bounds(keys: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``keys [P * page_size, G, D]`` → ``[P, G, 2, D]``: the smallest and the largest of each page, by channel."""
-    pages = keys.unflatten(0, (-1, page_size))
-    return torch.stack([pages.amin(dim=1), pages.amax(dim=1)], dim=2)
+def parts_of(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """``queries [..., n, H, D]`` → ``[..., G, 2, D]``: what the bounds of each KV head's keys are multiplied by.
+
+    max(q · min, q · max) is q · max where q > 0 and q · min elsewhere, so the queries' negative and positive parts may
+    be added up before the product, over queries and the heads of a group.
+    """
+    grouped = queries.unflatten(-2, (kv_heads, -1))  # [..., n, G, group, D]
+    return torch.stack([part.sum(dim=(-4, -2)) for part in (grouped.clamp(max=0), grouped.clamp(min=0))], dim=-2)
 
 
 def page_scores(queries: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """``[G, P]``: the upper bounds of ``queries [n, H, D]`` against ``bounds [P, G, 2, D]``, summed over each group.
-
-    max(q · min, q · max) is q · max where q > 0 and q · min elsewhere, so the queries' negative and positive parts may
-    be added up before the product.
-    """
-    grouped = queries.unflatten(1, (bounds.shape[1], -1))  # [n, G, group, D]
-    parts = torch.stack([grouped.clamp(max=0).sum(dim=(0, 2)), grouped.clamp(min=0).sum(dim=(0, 2))], dim=1)
+    """``[G, P]``: the upper bounds of ``queries [n, H, D]`` against ``bounds [P, G, 2, D]``, summed over each group."""
+    parts = parts_of(queries, bounds.shape[1])
     return torch.einsum("pgkd,gkd->gp", bounds.to(parts.dtype), parts)
 
 
@@ -55,8 +55,8 @@ class Pages(PageSelector):
 class PageBounds(PageMemory):
     """The bounds of every page of a store that is full and final, and each row's newest queries.
 
-    Bounds lie by page, not by row: rows that share pages share them. A row's are made when they are first asked for, of
-    all pages that have become full since; what may still be taken back lies behind those.
+    Bounds lie by page, not by row: rows that share pages share them. A row's are made as its prompt is filled, and when
+    it is rated, of all pages that have become full since; what may still be taken back lies behind those.
     """
 
     def __init__(self, store: PagedStore, window: int) -> None:
@@ -76,10 +76,19 @@ class PageBounds(PageMemory):
         """See ``PageMemory``."""
         if row not in self._seen:
             return None
-        self._update(row, pages)
-        table = self._table(row, 0, pages)
-        scores = [page_scores(q, x[table]) for q, x in zip(self._seen[row].queries, self.bounds, strict=True)]
-        return torch.stack(scores)
+        self.follow(row, pages)
+        table, queries = self._table(row, 0, pages), self._seen[row].queries
+        if native.can_rate(self.store.layout, self.store.k):
+            return native.page_scores(parts_of(queries, self.bounds.shape[2]), self.bounds, table)
+        return torch.stack([page_scores(q, x[table]) for q, x in zip(queries, self.bounds, strict=True)])
+
+    def follow(self, row: int, pages: int) -> None:
+        """See ``PageMemory``."""
+        known = self._known.get(row, 0)
+        if known < pages:
+            table = self._table(row, known, pages)
+            self.bounds[:, table] = self.store.layout.bounds_k(self.store.k, table)
+            self._known[row] = pages
 
     def fork(self, source: int, child: int, length: int) -> None:
         """See ``PageMemory``."""
@@ -92,16 +101,5 @@ class PageBounds(PageMemory):
         self._known.pop(row, None)
         self._seen.pop(row, None)
 
-    def _update(self, row: int, pages: int) -> None:
-        known, layout = self._known.get(row, 0), self.store.layout
-        if known >= pages:
-            return
-        slots = self.store.slots(row, known * layout.page_size, pages * layout.page_size).to(self.bounds.device)
-        table = self._table(row, known, pages)
-        for layer, keys in enumerate(self.store.k):
-            self.bounds[layer, table] = page_bounds(layout.read_k(keys, slots), layout.page_size)
-        self._known[row] = pages
-
     def _table(self, row: int, first: int, stop: int) -> torch.Tensor:
-        size = self.store.layout.page_size
-        return (self.store.slots(row, first * size, stop * size)[::size] // size).to(self.bounds.device)
+        return self.store.pages(row, first, stop).to(self.bounds.device)

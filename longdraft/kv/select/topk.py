@@ -6,14 +6,13 @@ other choice of as many tokens holds more of that attention; what selections los
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from longdraft.capture import Needs, Seen
-from longdraft.kv.select.base import TokenSelector
-from longdraft.kv.select.snapkv import attention_mass
+from longdraft.kv.select.base import TokenSelector, top
+from longdraft.kv.select.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class TopK(TokenSelector):
         """See ``TokenSelector``."""
         return Needs(queries=1)
 
-    def choose(self, seen: Seen, keys: Callable[[int], torch.Tensor], count: int) -> torch.Tensor:
+    def choose(self, seen: Seen, keys: Keys, count: int) -> torch.Tensor:
         """See ``TokenSelector``."""
-        newest = seen.last(1)
-        position = torch.tensor([newest.start], device=newest.queries.device)
-        chosen = []
-        for layer, query in enumerate(newest.queries):
-            mass = attention_mass(query, keys(layer), position)
-            chosen.append(mass.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort().values)
-        return torch.stack(chosen)
+        return top(keys.mass(seen.queries[:, -1:], seen.stop - 1), count)
