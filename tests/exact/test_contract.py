@@ -43,7 +43,6 @@ DRAFTS = {
     "small-streaming": DraftConfig(weights="small", budget=16, sinks=4),
     "wide": DraftConfig(weights="wide", budget=16, sinks=4),
     "self-snapkv": DraftConfig(weights="self", kv="snapkv", budget=24),
-    "small-topk": DraftConfig(weights="small", kv="topk", budget=20),
     **{f"fake-{name}": slot(name) for name in FAKES},
 }
 NOISY, CONTROL, EOS = "fake-noisy", 34, 39  # CONTROL is a control token of the tokenizer, EOS ends a text

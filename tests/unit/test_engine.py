@@ -223,6 +223,7 @@ def test_drafts_that_nobody_uses_are_given_up(tiny, monkeypatch):
     seq = engine.sequence(engine.add(list(range(40)), greedy(30), drafts[0]))
     engine.step()
     used, known = engine.runner.draft(drafts[0]), engine.runner._drafts
+    engine.hold(seq.id)
     for draft in drafts[1:]:
         engine.add(list(range(40)), greedy(3), draft)
         for _ in range(4):
@@ -230,6 +231,7 @@ def test_drafts_that_nobody_uses_are_given_up(tiny, monkeypatch):
     assert engine.runner.draft(drafts[0]) is used
     assert [d.budget for d in known] == [36, 37, 32]
     before = engine.runner.select_s
+    engine.hold(seq.id, False)
     list(run(engine))
     assert sum(seq.stats.drafted) > 0
     engine.runner.draft(drafts[4]), engine.runner.draft(drafts[2])
