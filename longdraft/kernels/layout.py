@@ -70,7 +70,8 @@ class BlockedLayout:
     def write_k(self, storage: torch.Tensor, slots: torch.Tensor, k: torch.Tensor) -> None:
         """Store ``k [N, G, D]`` at ``slots [N]``."""
         page, offset = slots // self.page_size, slots % self.page_size
-        self._keys(storage)[page, :, :, offset] = k.to(storage.dtype).unflatten(-1, (-1, 1 + self.pairs))
+        keys = self._keys(storage)
+        keys[page, :, :, offset] = k.to(storage.dtype).contiguous().view(keys.dtype)
 
     def write_v(self, storage: torch.Tensor, slots: torch.Tensor, v: torch.Tensor) -> None:
         """Store ``v [N, G, D]`` at ``slots [N]``."""
@@ -79,17 +80,17 @@ class BlockedLayout:
 
     def read_k(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The keys at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
-        return self._keys(storage)[slots // self.page_size, _heads(slots), :, slots % self.page_size].flatten(2)
+        keys = self._keys(storage)[slots // self.page_size, _heads(slots), :, slots % self.page_size]
+        return keys.view(storage.dtype)
 
     def read_pages_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """All keys of ``pages [P]`` as ``[P * page_size, G, D]``."""
-        return self._keys(storage[pages]).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
+        return self._keys(storage[pages]).permute(0, 3, 1, 2).contiguous().view(storage.dtype).flatten(0, 1)
 
     def bounds_k(self, storage: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """The smallest and the largest key of each page, by channel, in all layers: ``[L, P, G, 2, D]``."""
-        keys = self._keys(storage[:, pages])  # [L * P, G, D / step, page_size, step]
-        both = torch.stack([keys.amin(dim=3), keys.amax(dim=3)], dim=2)
-        return both.flatten(3).unflatten(0, (len(storage), len(pages)))
+        keys = storage[:, pages].unflatten(-1, (-1, self.page_size, 1 + self.pairs))
+        return torch.stack([keys.amin(dim=4), keys.amax(dim=4)], dim=3).flatten(4)
 
     def read_v(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The values at ``slots [N]``, or for each head those at ``slots [N, G]``, as ``[N, G, D]``."""
@@ -97,8 +98,9 @@ class BlockedLayout:
         return self._values(storage)[slots // self.page_size, _heads(slots), offset // step, :, offset % step]
 
     def _keys(self, storage: torch.Tensor) -> torch.Tensor:
-        step = 1 + self.pairs
-        return storage.view(-1, self.num_kv_heads, self.head_dim // step, self.page_size, step)
+        """``[P, G, D / step, page_size]``: a pair is one word, which is moved at once."""
+        words = storage.view(torch.int32) if self.pairs else storage
+        return words.view(-1, self.num_kv_heads, self.head_dim // (1 + self.pairs), self.page_size)
 
     def _values(self, storage: torch.Tensor) -> torch.Tensor:
         step = 1 + self.pairs
