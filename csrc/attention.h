@@ -21,6 +21,7 @@ struct State {
   alignas(64) typename T::Item queries[QUERIES * MAX_DIM];
   alignas(64) typename T::Item clean[PAGE * MAX_DIM];  // values of a page that ends in junk
   int position[QUERIES];
+  bool noted[QUERIES];  // whether its masses are wanted
 };
 
 template <class T>
@@ -28,10 +29,10 @@ class Worker {
  public:
   using Item = typename T::Item;
 
-  // `next`: the piece that this thread will work on afterwards, or null; `notes` of this piece, or null
-  Worker(const Shape& shape, const View& view, const Piece& piece, const Piece* next, const Cache& cache, float* notes)
-      : shape_(shape), view_(view), piece_(piece), next_(next), notes_(notes), group_(shape.heads / shape.kv_heads),
-        scale_(splat(1.4426950408889634f / std::sqrt(float(shape.dim)))) {  // weights are powers of two, not of e
+  // `next`: the piece that this thread will work on afterwards, or null
+  Worker(const Shape& shape, const View& view, const Piece& piece, const Piece* next, const Cache& cache, const Mass& mass)
+      : shape_(shape), view_(view), piece_(piece), next_(next), mass_(mass), group_(shape.heads / shape.kv_heads),
+        notes_(mass.notes + piece.partial / (shape.dim + 2) * NOTES), scale_(splat(1.4426950408889634f / std::sqrt(float(shape.dim)))) {  // weights are powers of two, not of e
     const int64_t list = list_of(piece);
     rows_ = piece.heads * piece.count;
     first_ = view.first + list * view.width;
@@ -77,8 +78,8 @@ class Worker {
       s_.position[r] = position;
       lowest_ = min(lowest_, position), highest_ = max(highest_, position);
       s_.largest[r] = -INFINITY;
-    }
-    for (int r = 0; notes_ && r < rows_; r++) {
+      s_.noted[r] = mass_.out && mass_.at[first + token] >= 0;
+      if (!s_.noted[r]) continue;
       std::memset(notes_ + r * NOTES, 0, sizeof(float) * CHUNK_PAGES);
       for (int tile = 0; tile < CHUNK_PAGES / TILE; tile++) notes_[r * NOTES + CHUNK_PAGES + tile] = -INFINITY;
     }
@@ -211,7 +212,7 @@ class Worker {
         store_bf16(s_.weights + r * KEYS + i * PAGE, a[i]);
     }
     store(s_.sums + r * 16, load(s_.sums + r * 16) + total);
-    if (!notes_) return;
+    if (!s_.noted[r]) return;
     sums(a, notes_ + r * NOTES + page);
     notes_[r * NOTES + CHUNK_PAGES + page / TILE] = s_.largest[r];
   }
@@ -226,8 +227,9 @@ class Worker {
   const View& view_;
   const Piece& piece_;
   const Piece* next_;
-  float* notes_;
+  const Mass& mass_;
   const int group_;
+  float* const notes_;
   const V scale_;
   const int32_t *first_, *positions_;
   const Item *k_, *v_;
@@ -279,14 +281,6 @@ inline void merge(const Shape& shape, const View& view, const Piece* pieces, con
   }
 }
 
-// Whether masses are wanted of one of a piece's queries.
-inline bool noted(const Shape& shape, const View& view, const Piece& piece, const Mass& mass) {
-  const int group = shape.heads / shape.kv_heads;
-  for (int i = piece.query / group; mass.out && i <= (piece.query + piece.count - 1) / group; i++)
-    if (mass.at[view.starts[piece.row] + i] >= 0) return true;
-  return false;
-}
-
 inline void attention(const Parallel& p, const Shape& shape, const Part& part, const float* q, int stride,
                       const Cache& cache, float* partial, float* out, const Mass& mass) {
   const View& view = part.view;
@@ -301,12 +295,10 @@ inline void attention(const Parallel& p, const Shape& shape, const Part& part, c
       // Taken before its turn, so that its first tile is fetched in time; but the last ones go to whoever is free.
       const bool plenty = part.num_pieces - __atomic_load_n(&taken, __ATOMIC_RELAXED) > p.threads;
       next = plenty ? take() : nullptr;
-      const int64_t row = piece->partial / (shape.dim + 2);
-      float* notes = noted(shape, view, *piece, mass) ? mass.notes + row * NOTES : nullptr;
       if (shape.kv_bf16)
-        Worker<Bf16>(shape, view, *piece, next, cache, notes).run(q, stride, partial + piece->partial);
+        Worker<Bf16>(shape, view, *piece, next, cache, mass).run(q, stride, partial + piece->partial);
       else
-        Worker<Float>(shape, view, *piece, next, cache, notes).run(q, stride, partial + piece->partial);
+        Worker<Float>(shape, view, *piece, next, cache, mass).run(q, stride, partial + piece->partial);
     }
   });
   parallel(p, part.num_merges, [&](int i) { merge(shape, view, part.pieces, part.merges[i], partial, out, mass); });

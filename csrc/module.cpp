@@ -203,14 +203,14 @@ class Runtime {
   void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
                const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
-               uintptr_t captured_at, uintptr_t queries, uintptr_t mass) {
+               uintptr_t captured_at, uintptr_t queries, uintptr_t mass_at, uintptr_t mass) {
     std::lock_guard<std::mutex> lock(mutex_);
     caches_.clear();
     for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
               at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
               int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
-              at<float>(queries), masses(plan, captured, captured_at, mass)};
+              at<float>(queries), masses(plan, captured, mass_at, mass)};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
@@ -250,12 +250,14 @@ class Runtime {
 
  private:
   // Where the masses of the tokens `captured_at` go: `out` [layers, captured, kv_heads, width], or nowhere if it is null.
+  // Those of a negative token are not wanted.
   Mass masses(const Plan& plan, int captured, uintptr_t captured_at, uintptr_t out) {
     if (!out) return {};
     const View& view = plan.parts[0].view;
     if (plan.shape.heads / plan.shape.kv_heads > QUERIES) throw std::invalid_argument("too many heads to a KV head");
     mass_at_.assign(view.starts[view.rows], -1);
-    for (int i = 0; i < captured; i++) mass_at_[at<const int64_t>(captured_at)[i]] = i;
+    for (int i = 0; i < captured; i++)
+      if (const int64_t token = at<const int64_t>(captured_at)[i]; token >= 0) mass_at_[token] = i;
     const int64_t room = plan.partial / (plan.shape.dim + 2) * NOTES;
     if (int64_t(notes_.size()) < room) notes_.resize(room);
     return {mass_at_.data(), at<float>(out), notes_.data()};

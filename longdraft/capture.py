@@ -14,6 +14,10 @@ from torch.nn.functional import pad
 
 from longdraft.view import LayerKV
 
+MASS_EVERY = (
+    4  # page masses are noted at positions that are multiples of this: neighbours attend alike, and noting costs
+)
+
 Attention = Callable[[torch.Tensor, LayerKV], torch.Tensor]
 
 
@@ -21,7 +25,8 @@ Attention = Callable[[torch.Tensor, LayerKV], torch.Tensor]
 class Needs:
     """What a draft wants to be told of each sequence, of so many of its last tokens.
 
-    ``queries``: as attention reads them, after rotary embedding. ``page_mass``: where their attention went, by page.
+    ``queries``: as attention reads them, after rotary embedding. ``page_mass``: where their attention went, by page, of
+    the tokens at multiples of ``MASS_EVERY``.
     """
 
     queries: int = 0
@@ -41,13 +46,20 @@ class Capture:
     """A form for one pass: some of its flat tokens, and room for what is wanted of them. The pass fills it in.
 
     ``page_mass`` holds the attention weights of each page of a token's row, summed over the heads of a KV group; a
-    token's pages add up to the number of these heads, and pages past its row's last one hold zero. Layers that do not
-    run leave their part as it is. Capturing changes no output bit.
+    token's pages add up to the number of these heads, and pages past its row's last one hold zero. What tokens that
+    ``mass_tokens`` leaves out have there means nothing. Layers that do not run leave their part as it is. Capturing
+    changes no output bit.
     """
 
     tokens: torch.Tensor  # [n] int64, on the model's device
     queries: torch.Tensor | None = None  # [L, n, H, D] float32
     page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
+    mass_tokens: torch.Tensor | None = None  # [n] int64: as ``tokens``, or -1 where no masses are wanted; None: of all
+
+    @property
+    def massed(self) -> torch.Tensor:
+        """``[n]`` of which tokens masses are wanted: their numbers, or -1."""
+        return self.tokens if self.mass_tokens is None else self.mass_tokens
 
     def noting(self, layer: int, attention: Attention, page_mass: Attention | None) -> Attention:
         """``attention`` of one layer, which notes what is wanted when it is called.

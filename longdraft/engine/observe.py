@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from longdraft.capture import Capture, Needs, Seen
+from longdraft.capture import MASS_EVERY, Capture, Needs, Seen
 from longdraft.core import Row, Sequence
 from longdraft.models.transformer import Transformer
 
@@ -23,6 +23,7 @@ class Observation:
         """``needs``: those of each row's draft."""
         self._parts: dict[int, tuple[int, int]] = {}  # by sequence id: number of its first captured token, its position
         tokens: list[int] = []
+        positions: list[int] = []
         stop = 0
         for row, need in zip(rows, needs, strict=True):
             start, n = row.seq.num_committed, len(row.tokens)
@@ -32,9 +33,10 @@ class Observation:
             if need.tokens and first < start + n:
                 self._parts[row.seq.id] = len(tokens), first
                 tokens.extend(range(stop - (start + n - first), stop))
+                positions.extend(range(first, start + n))
         self.capture: Capture | None = None
         if tokens:
-            self.capture = _form(model, tokens, rows, needs)
+            self.capture = _form(model, tokens, positions, rows, needs)
 
     def of(self, seq: Sequence) -> Seen | None:
         """What was captured of the sequence's tokens that are final by now; ``None`` if nothing was."""
@@ -44,7 +46,9 @@ class Observation:
         return self.capture.part(number, number + seq.num_committed - position, position)
 
 
-def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs]) -> Capture | None:
+def _form(
+    model: Transformer, tokens: Seq[int], positions: Seq[int], rows: Seq[Row], needs: Seq[Needs]
+) -> Capture | None:
     """An empty form for those flat tokens, with room for what anybody needs; ``None`` if that is nothing."""
     config, device, n = model.config, model.device, len(tokens)
     queries = page_mass = None
@@ -58,4 +62,5 @@ def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs
             page_mass = torch.empty(size, device=device)
     if queries is None and page_mass is None:
         return None
-    return Capture(torch.tensor(tokens, device=device), queries, page_mass)
+    massed = [-1 if at % MASS_EVERY else token for token, at in zip(tokens, positions, strict=True)]
+    return Capture(torch.tensor(tokens, device=device), queries, page_mass, torch.tensor(massed, device=device))

@@ -98,9 +98,12 @@ def int8_twin(model: Transformer) -> Transformer:
     return twin
 
 
-def _wanted(capture: Capture | None) -> tuple[int, int, int, int]:
-    """How many tokens a form asks about, which, and where queries and page masses go; 0 for what is not wanted."""
+def _wanted(capture: Capture | None) -> tuple[int, int, int, int, int]:
+    """How many tokens a form asks about, which, and where queries go; of which page masses are wanted, and where to.
+
+    0 stands for what is not wanted.
+    """
     if capture is None:
-        return 0, 0, 0, 0
-    tokens, queries, mass = (native.address(x) for x in (capture.tokens, capture.queries, capture.page_mass))
-    return len(capture.tokens), tokens, queries, mass
+        return 0, 0, 0, 0, 0
+    kinds = (capture.tokens, capture.queries, capture.massed, capture.page_mass)
+    return len(capture.tokens), *(native.address(x) for x in kinds)

@@ -112,7 +112,7 @@ class Transformer:
         shared = None if plan.view.layered else self._attention(plan, self.layout, self.spec)
         rotary = self.rotary(positions, plan)
         wanted = capture is not None and capture.page_mass is not None
-        page_mass = PageMass(plan, capture.tokens, self.layout, self.spec) if wanted else None
+        page_mass = PageMass(plan, capture.massed, self.layout, self.spec) if wanted else None
         x = self._embed(ids).to(self.spec.compute_dtype)
         for i in range(len(self.layers)) if layers is None else layers:
             attention = shared or self._attention(plan.layer(i), self.layout, self.spec)

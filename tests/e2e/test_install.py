@@ -23,8 +23,8 @@ print(result.outputs[0].text)
 
 
 def python(code, *args, cwd, **environment):
-    """Run ``code`` in a process of its own; the last words of its output and errors."""
-    command = [sys.executable, "-c", code, *map(str, args)]
+    """Run ``code`` in a process of its own; its output and errors. ``-S``: the tree may be installed for editing."""
+    command = [sys.executable, "-S", "-c", code, *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr

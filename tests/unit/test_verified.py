@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longdraft import SamplingParams
-from longdraft.capture import Seen
+from longdraft.capture import MASS_EVERY, Seen
 from longdraft.config import DraftConfig
 from longdraft.kernels.layout import PlainLayout
 from longdraft.kv.select.verified import PageMasses
@@ -47,8 +47,9 @@ def fresh(model, ids, first):
     mass = torch.zeros(3, 2, pages, dtype=torch.float64)
     for layer in range(3):
         keys = engine.store.read(layer, seq.id, len(ids))[0]
-        for p in range(first, len(ids)):
-            weight = 0.9 ** (len(ids) - 1 - p)
+        last = (len(ids) - 1) // MASS_EVERY * MASS_EVERY
+        for p in range(last, first - 1, -MASS_EVERY):
+            weight = 0.9 ** (last - p)
             mass[layer] += weight * brute_force(queries[layer, p - first], keys[: p + 1], pages)
     return mass
 
@@ -67,22 +68,25 @@ def told(start, *masses):
     return Seen(start, None, torch.tensor(masses, dtype=torch.float32).view(1, len(masses), 1, -1))
 
 
-def memory_of(*seen):
-    memory = PageMasses(PagedStore(1, 4, PlainLayout(2, 1, 8), torch.float32, "cpu"), 0.5)
+def memory_of(*seen, page_size=4):
+    memory = PageMasses(PagedStore(1, 16, PlainLayout(page_size, 1, 8), torch.float32, "cpu"), 0.5 ** (1 / MASS_EVERY))
     for part in seen:
         memory.observe(7, part)
     return memory
 
 
 def test_each_token_counts_once_and_less_by_the_tokens_after_it():
-    at_once = memory_of(told(1, [4, 0], [0, 8], [1, 1])).rate(7, 2)
+    """Those whose turn it is: of the others nothing was noted."""
+    unasked, one, two, three = [999, 999], [4, 0], [0, 8], [1, 1]
+    quiet = [unasked] * (MASS_EVERY - 1)
+    at_once = memory_of(told(MASS_EVERY, one, *quiet, two, *quiet, three), page_size=8).rate(7, 2)
     assert at_once.flatten().tolist() == [2, 5]
-    in_parts = memory_of(told(1, [4, 0]), told(1, [4, 0], [0, 8]), told(2, [0, 8], [1, 1]), told(3, [1, 1]))
-    assert in_parts.rate(7, 2).flatten().tolist() == [2, 5]
+    parts = told(MASS_EVERY, one), told(MASS_EVERY, one, *quiet, two), told(2 * MASS_EVERY, two, *quiet, three)
+    assert memory_of(*parts, told(3 * MASS_EVERY, three), page_size=8).rate(7, 2).flatten().tolist() == [2, 5]
 
 
 def test_what_does_not_join_on_is_forgotten_and_other_rows_pages_are_cut_off():
-    memory = memory_of(told(0, [4, 0, 9]), told(3, [1, 2, 9]))
+    memory = memory_of(told(0, [4, 0, 9]), told(MASS_EVERY, [1, 2, 9]))
     assert memory.rate(7, 2).flatten().tolist() == [1, 2]
     assert memory._rows[7].mass.shape == (1, 1, 2)
     memory.release(7)
@@ -90,15 +94,15 @@ def test_what_does_not_join_on_is_forgotten_and_other_rows_pages_are_cut_off():
     assert memory.rate(7, 2) is None
 
 
-@pytest.mark.parametrize(("length", "shared"), [(4, False), (5, True), (6, True)])
+@pytest.mark.parametrize(("length", "shared"), [(7, False), (8, True), (9, True)])
 def test_a_fork_shares_what_is_its_own(length, shared):
-    """The source has seen six tokens: a child that has five, and the sixth to feed, has all of them."""
-    memory = memory_of(told(5, [1, 1, 1]))
+    """The source has seen nine tokens: a child that has eight, and the ninth to feed, has all of them."""
+    memory = memory_of(told(8, [1, 1, 1]))
     memory.fork(7, 8, length)
     assert (memory.rate(8, 3) is not None) == shared
     memory.fork(99, 9, 3)
     if shared:
-        memory.observe(8, told(5, [1, 1, 1]))
+        memory.observe(8, told(8, [1, 1, 1]))
         assert memory.rate(8, 3).flatten().tolist() == [1, 1, 1]
 
 

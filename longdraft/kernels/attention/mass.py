@@ -38,7 +38,7 @@ class PageMass:
     """The attention mass of some flat tokens of a step on each page of their rows. One object serves all layers."""
 
     def __init__(self, plan: AttnPlan, tokens: torch.Tensor, layout: Layout, spec: CallSpec) -> None:
-        """``tokens [n]`` of a step over full views: masses are by page of the sequence."""
+        """``tokens [n]`` of a step over full views: masses are by page of the sequence. Of a negative one: zeros."""
         view, device = plan.view, tokens.device
         assert isinstance(view, TableView) and view.starts is None, "page masses are of passes over the whole cache"
         self.layout, self.spec, size = layout, spec, layout.page_size
@@ -47,8 +47,8 @@ class PageMass:
         row = torch.searchsorted(plan.query_starts, flat, right=True) - 1
         position = view.lens[row] - plan.query_starts[row + 1] + flat
         self.rows = []  # of each row that is asked about: which of the tokens, their positions, the slots of its keys
-        for b in row.unique().tolist():
-            mine = (row == b).nonzero().flatten()
+        for b in row[flat >= 0].unique().tolist():
+            mine = ((row == b) & (flat >= 0)).nonzero().flatten()
             token = torch.arange(int(view.lens[b]))
             slots = view.tables[b, token // size] * size + token % size
             self.rows.append(tuple(x.to(device) for x in (mine, position[mine], slots)))

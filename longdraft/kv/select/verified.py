@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from longdraft.capture import Needs, Seen
+from longdraft.capture import MASS_EVERY, Needs, Seen
 from longdraft.kv.select.base import PageMemory, PageSelector
 from longdraft.kv.store import PagedStore
 
@@ -20,7 +20,8 @@ from longdraft.kv.store import PagedStore
 class Verified(PageSelector):
     """The pages with the most attention of the latest final tokens, each token's say ``decay`` times that of the next.
 
-    The last ``window`` tokens of a prompt make the first choice; after that every accepted token counts.
+    Every ``MASS_EVERY``-th token of the text is asked, by its position: the last ``window`` tokens of a prompt make the
+    first choice; after that accepted tokens count.
     """
 
     window: int = 32
@@ -71,8 +72,9 @@ class PageMasses(PageMemory):
             return
         pages = self.store.pages_for(seen.stop)
         mass = pad(known.mass, (0, pages - known.mass.shape[-1])).clone()  # forks may share what is known
-        for new in seen.since(known.stop).page_mass.unbind(1):
-            mass.mul_(self.decay).add_(new[..., :pages])
+        for position, new in enumerate(seen.since(known.stop).page_mass.unbind(1), known.stop):
+            if position % MASS_EVERY == 0:
+                mass.mul_(self.decay**MASS_EVERY).add_(new[..., :pages])
         self._rows[row] = _Mass(seen.stop, mass)
 
     def rate(self, row: int, pages: int) -> torch.Tensor | None:
