@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import PurePath
+from typing import ClassVar
 
 from longdraft.errors import InvalidValueError
 
@@ -92,6 +93,23 @@ class DraftConfig:
     def own_model(self) -> bool:
         """Whether the weights are a model's that has to be loaded beside the target."""
         return self.weights not in (*TARGETS, "ngram")
+
+
+@dataclass(frozen=True)
+class AutoDraft:
+    """Who proposes, and how many tokens, is chosen anew at every step, by what it is predicted to gain.
+
+    At most ``gamma`` tokens are proposed per verify pass. The rule is the coupled one: what is returned is what plain
+    decoding gives, whatever is chosen.
+    """
+
+    gamma: int = 8
+    label: ClassVar[str] = "auto"
+    sampling_rule: ClassVar[str] = "coupled"
+    own_model: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, MAX_GAMMA))
 
 
 @dataclass(frozen=True)
