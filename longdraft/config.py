@@ -13,6 +13,7 @@ from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
 MAX_GAMMA = 64  # tokens proposed per verify pass
+DEFAULT_DRAFT: str | None = None  # what drafts where nobody says; "auto": online control chooses
 
 
 def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:

@@ -185,9 +185,7 @@ class Batch:
 
     rows: list[Row]
     prefill: bool
-    draft_s: dict[DraftConfig, float] = field(
-        default_factory=dict
-    )  # spent on proposing, by draft (with γ = 1)
+    draft_s: dict[DraftConfig, float] = field(default_factory=dict)  # spent on proposing, by draft (with γ = 1)
 
     @property
     def num_tokens(self) -> int:

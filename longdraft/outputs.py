@@ -46,6 +46,14 @@ class ControlStats:
     expected_s: float = 0.0
     expected_plain_s: float = 0.0  # for the tokens that were expected
 
+    def note(self, chosen: tuple[str, int] | str, got: tuple[float, float], hoped: tuple[float, float]) -> None:
+        """Count a step: (draft, γ) or why nothing was proposed; (seconds, plain seconds) as they were, as expected."""
+        (self.off if isinstance(chosen, str) else self.rounds)[chosen] += 1
+        self.seconds += got[0]
+        self.plain_s += got[1]
+        self.expected_s += hoped[0]
+        self.expected_plain_s += hoped[1]
+
     def add(self, other: ControlStats, sign: int = 1) -> ControlStats:
         """Add ``other``, or take it away (``sign=-1``); itself."""
         for item in fields(self):

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import torch
 
+from longdraft.capture import NOTHING, Needs
 from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
 from longdraft.drafts.copy_spec import CopySpec, copied_tokens
@@ -59,13 +60,18 @@ def check(config: DraftConfig) -> DraftConfig:
     return config
 
 
+def needs(config: DraftConfig) -> Needs:
+    """What such a draft wants to be told of the target's passes."""
+    reader = selector(config)
+    choosing = config.weights in TARGETS and isinstance(reader, (TokenSelector, PageSelector))
+    return reader.needs if choosing else NOTHING
+
+
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:
     """Most tokens of one sequence of which such a draft keeps copies of K and V, and queries; for sizing memory."""
     reader = selector(config)
-    if config.weights not in TARGETS or not isinstance(reader, (TokenSelector, PageSelector)):
-        return 0, 0
-    copied = copied_tokens(reader) if isinstance(reader, TokenSelector) else 0
-    return copied, reader.needs.queries
+    copying = config.weights in TARGETS and isinstance(reader, TokenSelector)
+    return copied_tokens(reader) if copying else 0, needs(config).queries
 
 
 def page_note_bytes(config: DraftConfig, model: ModelConfig, kv_dtype: torch.dtype) -> int:

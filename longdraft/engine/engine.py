@@ -71,7 +71,7 @@ class Engine:
         limit, request_id = self.config.max_tokens_per_request, next(self._ids)
         seed = derived_seed(self.config.seed, request_id) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        draft = self._checked(draft)
+        draft = self.check(draft)
         seq = Sequence(request_id, ids, len(ids), params, seed, limit, draft, stop_ids)
         if params.max_tokens is not None:
             seq.max_total = min(limit, len(ids) + params.max_tokens)
@@ -106,11 +106,25 @@ class Engine:
         if seed is not None:
             seed = as_int("seed", seed, 0, MAX_SEED)
         own_seed = source.seed if seed is None else seed
-        draft = self._checked(draft)
+        draft = self.check(draft)
         child = dataclasses.replace(source, **_fresh(source), id=next(self._ids), seed=own_seed, draft=draft)
         self._track(child)
         self.scheduler.fork(source, child, source.num_committed)
         return child.id
+
+    def check(self, draft: DraftConfig | AutoDraft | None) -> DraftConfig | AutoDraft | None:
+        """``draft``, if it can be had here; ``InvalidValueError`` otherwise."""
+        for config in self.drafts_of(draft):  # made now, not when one is first chosen
+            self.runner.check(config)
+        return draft
+
+    def drafts_of(self, draft: DraftConfig | AutoDraft | None) -> tuple[DraftConfig, ...]:
+        """Those that may propose for a request with ``draft``."""
+        if not isinstance(draft, AutoDraft):
+            return () if draft is None else (draft,)
+        if not self.control.drafts:
+            raise InvalidValueError("draft", draft.label, "needs an engine with a control", "Name a draft.")
+        return self.control.drafts
 
     def abort(self, request_id: int) -> StepOutput:
         """End an unfinished request now and free its pages; what it has so far is in the output's sequence."""
@@ -199,17 +213,6 @@ class Engine:
         del self._sequences[seq.id]
         self._texts.pop(seq.id, None)
         return StepOutput(seq, tokens, reason)
-
-    def _checked(self, draft: DraftConfig | AutoDraft | None) -> DraftConfig | AutoDraft | None:
-        """``draft``, if it can be had here; ``InvalidValueError`` otherwise."""
-        if isinstance(draft, AutoDraft):
-            if not self.control.drafts:
-                raise InvalidValueError("draft", draft.label, "needs a control that chooses", "Name a draft.")
-            for config in self.control.drafts:  # made now, not when one is first chosen
-                self.runner.check(config)
-        elif draft is not None:
-            self.runner.check(draft)
-        return draft
 
     def _queue(self, seq: Sequence) -> None:
         self._track(seq)

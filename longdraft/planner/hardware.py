@@ -90,3 +90,11 @@ def named_hardware(name: str) -> Hardware:
         fix = "Or describe yours by --bandwidth-gb-s and --tflops."
         raise InvalidValueError("--hardware", name, f"must be one of {', '.join(known_hardware())}", fix)
     return known[name.lower()]
+
+
+def unmeasured_cpu(kernels: str, cores: int) -> Hardware:
+    """A guess at a processor that nobody measured. ``kernels``: the native ones' instruction set, or ``torch``."""
+    table = json.loads((files(__package__) / "hardware.json").read_text())["cores"]
+    bandwidth = min(cores * table["bandwidth_gb_s"], table["most_bandwidth_gb_s"])
+    name = f"{cores} cores, {kernels}"
+    return Hardware(name, cores * table["tflops"][kernels], bandwidth, source=table["source"], **table["values"])

@@ -1,0 +1,251 @@
+"""Online control: at every step, which draft proposes for which row, and how many tokens, or none at all.
+
+Owns the policy: when a plan is made anew, when it is left for another, what is tried now and then, which drafts keep
+their states, and why nothing is proposed. The parts: prices of passes (``prices.py``) times the pace that is observed
+(``pace.py``) for this batch (``batch.py``), acceptance (``estimate.py``), the rows' joint choice (``joint.py``).
+
+Reads no clock. Nothing here changes what a request returns: see docs/lossless.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from longdraft.config import AutoDraft, DraftConfig
+from longdraft.core import Choice, Round
+from longdraft.core import Sequence as EngineSequence
+from longdraft.drafts.registry import needs
+from longdraft.outputs import ControlStats
+from longdraft.planner.batch import BatchCosts, draft_kind, same_draft, verify_kind
+from longdraft.planner.estimate import Own, Pool, survival
+from longdraft.planner.joint import Offer, Plan, Problem
+from longdraft.planner.pace import Pace
+from longdraft.planner.prices import Prices
+from longdraft.planner.reasons import MEASURING, why_off
+from longdraft.planner.trials import Trials
+
+PLAN_EVERY = 8  # steps for which a plan stands while its rows stay the same
+SURPRISE = 0.6  # a step that gives less than so much of what was expected calls for a new plan
+EVIDENCE = 1.0  # tries that a draft must have seen lately to be chosen
+BETTER = 1.02  # by so much another plan must be faster than the one that stands
+
+
+@dataclass
+class _Row:
+    """What is known of one sequence, by the number of a draft."""
+
+    own: dict[int, Own] = field(default_factory=dict)
+    kept: dict[int, float] = field(
+        default_factory=dict
+    )  # drafts with a state of it → upkeep in vain since the last use
+    dropped: list[int] = field(default_factory=list)  # since the last step
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """The plan that stands for some rows, from the step on in which it was made."""
+
+    ids: tuple[int, ...]
+    problem: Problem
+    plan: Plan
+    plain: Plan
+    reasons: list[str | None]
+    made: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What was chosen for a step. ``rows``: sequence id → its place in the plan; ``woken``: ids, of the draft."""
+
+    plan: Plan
+    plain_s: float
+    reasons: list[str | None]
+    rows: dict[int, int]
+    woken: set[int] = field(default_factory=set)
+
+
+class Controller:
+    """See ``Control`` of the engine; one for all requests of an engine."""
+
+    def __init__(self, prices: Prices, drafts: Mapping[DraftConfig, float], max_gamma: int = AutoDraft.gamma) -> None:
+        """``drafts``: who may propose → how often its tokens are assumed to stand before anything was seen."""
+        self.prices, self.max_gamma, self.pace = prices, max_gamma, Pace()
+        self.drafts = tuple(same_draft(draft) for draft in drafts)
+        self.pools = [Pool(max_gamma, prior) for prior in drafts.values()]
+        self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts])
+        self.stats = ControlStats()
+        self._labels = [draft.label for draft in self.drafts]
+        self._numbers = {draft: number for number, draft in enumerate(self.drafts)}
+        self._with_gamma = [[replace(d, gamma=max(1, g)) for g in range(max_gamma + 1)] for d in self.drafts]
+        self._rows: dict[int, _Row] = {}  # by sequence id
+        self._step = 0
+        self._standing: _Standing | None = None
+        self._surprised = False  # far fewer tokens came than the plan expected
+        self._now: _Step | None = None  # what was chosen for the step under way
+
+    # --- the engine's interface
+
+    def choose(self, seqs: Sequence[EngineSequence]) -> list[Choice]:
+        """See ``Control``."""
+        self._now = None
+        choosing = [i for i, seq in enumerate(seqs) if isinstance(seq.draft, AutoDraft)]
+        choices = [seq.own_choice for seq in seqs]
+        if not choosing:
+            return choices
+        self._step += 1
+        standing = self._replan(seqs, choosing)
+        plan = self.trials.choose(standing.problem, standing.plan, standing.plain, self._step)
+        reasons = standing.reasons
+        if plan is not standing.plan:
+            measuring = plan is standing.plain
+            reasons = [MEASURING] * len(choosing) if measuring else why_off(standing.problem, plan, plan)
+        self._now = _Step(plan, standing.plain.seconds, reasons, {seqs[i].id: n for n, i in enumerate(choosing)})
+        for n, i in enumerate(choosing):
+            choices[i] = self._choice(seqs[i], plan.drafts[n], plan.gammas[n])
+        return choices
+
+    def told(self, seq: EngineSequence) -> tuple[DraftConfig, ...]:
+        """See ``Control``."""
+        if not isinstance(seq.draft, AutoDraft):
+            return seq.own_choice.told
+        row = self._rows.get(seq.id)
+        return tuple(self.drafts[number] for number in row.kept) if row else ()
+
+    def observe(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
+        """See ``Control``."""
+        self._observe_pace(rounds, seconds, draft_s)
+        self._observe_acceptance(rounds)
+        if self._now:
+            came = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows)
+            self._surprised = came < SURPRISE * sum(self._now.plan.each)
+            self._count(rounds, seconds, self._now)
+            self.trials.observe(rounds, self._step)
+
+    def fork(self, source: EngineSequence, child: EngineSequence) -> None:
+        """See ``Control``."""
+        if isinstance(child.draft, AutoDraft):
+            kept = [self._numbers[same_draft(c)] for c in self.told(source) if same_draft(c) in self._numbers]
+            self._rows[child.id] = _Row(kept=dict.fromkeys(kept, 0.0))
+
+    def release(self, seq_id: int) -> None:
+        """See ``Control``."""
+        self._rows.pop(seq_id, None)
+
+    # --- the plan
+
+    def _replan(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> _Standing:
+        """The plan that stands, made anew where its rows are others or it is old."""
+        ids = tuple(seq.id for seq in seqs)
+        standing = self._standing
+        if standing and standing.ids == ids and self._step < standing.made + PLAN_EVERY and not self._surprised:
+            return standing
+        problem = self._problem(seqs, choosing)
+        plain, best = problem.plain(), replace(problem, offers=self._tested(problem.offers)).best()
+        on, same = standing is not None and not standing.plan.off, standing is not None and standing.ids == ids
+        if on and same:  # it stands unless another one is clearly better
+            gammas = [min(pair) for pair in zip(standing.plan.gammas, problem.caps, strict=True)]
+            held = problem.plan(standing.plan.drafts, gammas)
+            best = best if best.rate > BETTER * held.rate else held
+        plan = best if best.rate > (1.0 if on else BETTER) * plain.rate else plain
+        if same:
+            self._drop_idle(problem, plan, self._step - standing.made)
+        reasons = why_off(problem, plan, plain)
+        self._standing = _Standing(ids, problem, plan, plain, reasons, self._step)
+        return self._standing
+
+    def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
+        """What there is to choose from."""
+        rows = [self._rows.setdefault(seqs[i].id, _Row()) for i in choosing]
+        awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
+        costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
+        offers = []
+        for number, pool in enumerate(self.pools):
+            usual = pool.rates(self._step)
+            own = [row.own[number].rates(self._step, usual) if number in row.own else usual for row in rows]
+            offers.append(Offer(number, [survival(rates) for rates in own]))
+        room = [(seqs[i].draft.gamma, seqs[i].max_total - len(seqs[i].ids) - 1) for i in choosing]
+        caps = [max(0, min(self.max_gamma, *limits)) for limits in room]
+        others = sum(_tokens_per_pass(seq) for seq in seqs if not isinstance(seq.draft, AutoDraft))
+        return Problem(costs, offers, caps, others)
+
+    def _tested(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+        """Those of which something was seen lately; others have to be tried first. At the start the best assumption is.
+
+        What is merely assumed, or remembered, is often too good: who is left for it must not be chosen for that.
+        """
+        tested = [offer for offer in offers if self.pools[offer.number].evidence(self._step) >= EVIDENCE]
+        return tested if tested or self._step > 1 else offers
+
+    def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
+        """The choice for a row; a draft that proposes for it has a state of it from now on."""
+        row = self._rows[seq.id]
+        if number is not None:
+            if number not in row.kept:
+                self._now.woken.add(seq.id)
+            row.kept[number] = 0.0
+        dropped = tuple(self.drafts[n] for n in row.dropped if n not in row.kept)
+        row.dropped.clear()
+        draft = None if number is None else self._with_gamma[number][gamma]
+        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped)
+
+    def _drop_idle(self, problem: Problem, plan: Plan, steps: int) -> None:
+        """Give up states whose upkeep in vain, over ``steps`` more, has come to what bringing them back would cost."""
+        costs = problem.costs
+        for i, at in enumerate(costs.choosing):
+            row = self._rows[costs.seqs[at].id]
+            for number in [n for n in row.kept if n != plan.drafts[i]]:
+                row.kept[number] += steps * costs.upkeep(number, [i])
+                if row.kept[number] > 0 and row.kept[number] >= costs.wake(number, i):
+                    del row.kept[number]
+                    row.dropped.append(number)
+
+    # --- what comes of it
+
+    def _observe_pace(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
+        """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones."""
+        fed = [1 + len(r.row.proposal) for r in rounds]
+        lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
+        self.pace.observe(verify_kind(fed), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
+        woken = self._now.woken if self._now else ()
+        for config, spent in draft_s.items():
+            draft = same_draft(config)
+            rows = [i for i, r in enumerate(rounds) if r.row.room and same_draft(r.row.choice.draft) == draft]
+            if draft in self._numbers and not any(rounds[i].row.seq.id in woken for i in rows):
+                price = self.prices.draft(draft, [lengths[i] for i in rows], [rounds[i].row.room for i in rows])
+                self.pace.observe(draft_kind(self._numbers[draft]), spent, price)
+
+    def _observe_acceptance(self, rounds: Sequence[Round]) -> None:
+        """Which tokens stood, of every draft that is known here and proposed under the coupled rule."""
+        seen: dict[int, list[tuple[int, int]]] = {}
+        for r in rounds:
+            draft = r.row.choice.draft
+            number = self._numbers.get(same_draft(draft)) if draft and r.asked else None
+            if number is None or draft.sampling_rule != "coupled":
+                continue
+            if self.trials.slow[number] and self._now and r.row.seq.id in self._now.woken:
+                continue
+            seen.setdefault(number, []).append((r.asked, r.accepted))
+            if row := self._rows.get(r.row.seq.id):
+                own = row.own.setdefault(number, Own(self.max_gamma))
+                own.observe(self._step, r.asked, r.accepted)
+        for number, found in seen.items():
+            self.pools[number].observe(self._step, found)
+
+    def _count(self, rounds: Sequence[Round], seconds: float, now: _Step) -> None:
+        """Note the step, in the totals and for each sequence that chose."""
+        for r in rounds:
+            n = now.rows.get(r.row.seq.id)
+            if n is None:
+                continue
+            draft = now.plan.drafts[n]
+            chosen = now.reasons[n] if draft is None else (self._labels[draft], now.plan.gammas[n])
+            for stats in (self.stats, r.row.seq.stats.control):
+                stats.note(
+                    chosen, (seconds, r.tokens * now.plain_s), (now.plan.seconds, now.plan.each[n] * now.plain_s)
+                )
+
+
+def _tokens_per_pass(seq: EngineSequence) -> float:
+    """What a sequence's steps gave so far, on average."""
+    return seq.stats.decode_tokens / seq.stats.verify_passes if seq.stats.verify_passes else 1.0

@@ -1,0 +1,121 @@
+"""How often drafted tokens stand, by position, from what is seen of them online.
+
+A round that proposed γ tokens of which k stood says that the first k stood, that the next one did not where k < γ, and
+nothing about those behind it. So a position counts where all before it stood, and the rates are those of a token given
+that the ones before it stand (the discrete hazards of censored survival data).
+
+Each draft has a pool over all rows; a row's own figures are drawn towards its pool's while there are few of them. All
+evidence fades: text changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ROUND = 1 - 1 / 32  # what is kept of a pool's evidence from round to round, where the position was reached for
+OWN = 1 - 1 / 48  # of a row's
+IDLE = 1 - 1 / 128  # of either, where it was not
+SLOW = 1 - 1 / 512  # of the long memory, which says what is usual of the draft's first position
+PRIOR_WEIGHT, POOL_WEIGHT, OWN_WEIGHT = 1.0, 2.0, 12.0  # tries that a prior, the usual, a pool count as
+LOW, HIGH = 0.005, 0.995
+
+
+class Counts:
+    """Fading counts by position: how often a token was reached for, and how often it stood."""
+
+    def __init__(self, positions: int, fading: float) -> None:
+        self.fading = fading
+        self.tried, self.stood = [0.0] * positions, [0.0] * positions
+        self._at = 0  # the step up to which it has faded
+
+    def at(self, step: int) -> Counts:
+        """Itself, faded to ``step`` without further evidence."""
+        if step > self._at:
+            kept = IDLE ** (step - self._at)
+            self.tried = [kept * x for x in self.tried]
+            self.stood = [kept * x for x in self.stood]
+            self._at = step
+        return self
+
+    def fade(self, asked: int) -> None:
+        """Make room for a round that reached for ``asked`` positions."""
+        for i in range(min(asked, len(self.tried))):
+            self.tried[i] *= self.fading
+            self.stood[i] *= self.fading
+
+    def add(self, asked: int, accepted: int) -> None:
+        """Note a round: of up to ``asked`` tokens ``accepted`` stood."""
+        for i in range(min(asked, accepted + 1, len(self.tried))):
+            self.tried[i] += 1
+            self.stood[i] += i < accepted
+
+
+class Pool:
+    """What all rows say of one draft."""
+
+    def __init__(self, positions: int, prior: float) -> None:
+        self.prior = prior
+        self.counts = Counts(positions, ROUND)
+        self._usual_tried = self._usual_stood = 0.0
+
+    def observe(self, step: int, rounds: Sequence[tuple[int, int]]) -> None:
+        """The (asked, accepted) of all rows for which the draft was asked in a step."""
+        counts = self.counts.at(step)
+        counts.fade(max(asked for asked, _ in rounds))
+        self._usual_tried *= SLOW
+        self._usual_stood *= SLOW
+        for asked, accepted in rounds:
+            counts.add(asked, accepted)
+            self._usual_tried += 1
+            self._usual_stood += accepted > 0
+
+    def evidence(self, step: int) -> float:
+        """Tries of the first position that still count."""
+        return self.counts.at(step).tried[0]
+
+    @property
+    def usual(self) -> float:
+        """The first position's rate in the long run."""
+        return (self._usual_stood + PRIOR_WEIGHT * self.prior) / (self._usual_tried + PRIOR_WEIGHT)
+
+    def rates(self, step: int) -> list[float]:
+        """By position. The first is drawn towards what is usual, each other one towards that before it."""
+        counts = self.counts.at(step)
+        out, before = [], self.usual
+        for tried, stood in zip(counts.tried, counts.stood, strict=True):
+            before = (stood + POOL_WEIGHT * before) / (tried + POOL_WEIGHT)
+            out.append(before)
+        return out
+
+
+class Own(Counts):
+    """What one row says of one draft."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__(positions, OWN)
+
+    def observe(self, step: int, asked: int, accepted: int) -> None:
+        """A round of the row."""
+        self.at(step)
+        self.fade(asked)
+        self.add(asked, accepted)
+
+    def rates(self, step: int, pool: Sequence[float]) -> list[float]:
+        """By position, given the pool's: drawn towards these, moved by how the row differs at the position before."""
+        shift, out = 0.0, []
+        self.at(step)
+        for tried, stood, usual in zip(self.tried, self.stood, pool, strict=True):
+            centre = min(max(usual + shift, LOW), HIGH)
+            rate = (stood + OWN_WEIGHT * centre) / (tried + OWN_WEIGHT)
+            shift = rate - usual
+            out.append(rate)
+        return out
+
+
+def survival(rates: Sequence[float]) -> list[float]:
+    """The chance that all of the first 1, 2, … tokens stand."""
+    out, product = [], 1.0
+    for rate in rates:
+        product *= rate
+        out.append(product)
+    return out

@@ -1,0 +1,127 @@
+"""What is tried now and then beside the plan, so that what was given up can come back, and what it may cost.
+
+A draft that does not propose is tried for a round where it would pay if its tokens stood as often as one may hope; a
+plain step is taken where none was seen for long, since everything is compared with plain decoding. Trials are paid
+from a credit of one part in so many of all predicted time, and come more rarely each time that they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longdraft.core import Round
+from longdraft.planner.joint import Offer, Plan, Problem
+
+SHARE = 1 / 250  # of the predicted time
+MOST_CREDIT = 16  # plain steps' worth
+HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
+WORTH = 1.02  # by so much it would have to be faster than the plan
+GAMMA = 1
+FIRST, LAST = 32, 256  # steps between trials of the same draft; doubled each time
+FIRST_PLAIN, LAST_PLAIN = 4, 512
+PROMISING = 0.7  # share of accepted tokens that calls for another round at once
+SETTLED = 64  # steps in use after which a draft's trials start anew
+
+
+@dataclass
+class _Draft:
+    """When a draft is tried next."""
+
+    due: int = 0
+    interval: int = FIRST
+    used: int = 0  # steps in use without a break
+
+
+class Trials:
+    """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can."""
+
+    def __init__(self, slow: Sequence[bool]) -> None:
+        self.slow, self.credit = slow, 0.0
+        self._drafts = [_Draft() for _ in slow]
+        self._plain_due, self._plain_interval = FIRST_PLAIN, FIRST_PLAIN
+        self._trying: int | None = None
+        self._left = 0  # rounds of the trial under way
+
+    def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
+        """``plan``, or what is tried instead in this step."""
+        self.credit = min(self.credit + SHARE * plan.seconds, MOST_CREDIT * plain.seconds)
+        for number, draft in enumerate(self._drafts):
+            self._note_use(draft, number in plan.drafts, step)
+        if not plan.off and step >= self._plain_due:
+            self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
+            self._plain_due = step + self._plain_interval
+            return plain
+        trial = self._trial(problem, plan, step)
+        if trial is None:
+            return plan
+        self.credit -= max(0.0, _loss(trial, plan))
+        return trial
+
+    def observe(self, rounds: Sequence[Round], step: int) -> None:
+        """What came of a step, which may have been a trial."""
+        if not any(row.room for row in (r.row for r in rounds)):
+            self._plain_due = step + self._plain_interval
+        if self._trying is None:
+            return
+        self._left -= 1
+        if self._left > 0:
+            return
+        draft, asked = self._drafts[self._trying], sum(r.asked for r in rounds)
+        if asked and sum(r.accepted for r in rounds) >= PROMISING * asked:
+            draft.due = step + 1
+        else:
+            draft.interval = min(2 * draft.interval, LAST)
+            draft.due = step + draft.interval
+        self._trying = None
+
+    def _note_use(self, draft: _Draft, used: bool, step: int) -> None:
+        draft.used = draft.used + 1 if used else 0
+        if used:
+            draft.due = step + draft.interval
+        if draft.used >= SETTLED:
+            draft.interval = FIRST
+
+    def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
+        """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
+        if self._trying is not None and self._trying in plan.drafts:
+            self._trying = None
+        if self._trying is not None:
+            return self._affordable(problem, plan, self._trying) or plan
+        waiting = [n for n, draft in enumerate(self._drafts) if draft.due <= step and n not in plan.drafts]
+        for number in sorted(waiting, key=lambda n: self._drafts[n].due):
+            offer = next((offer for offer in problem.offers if offer.number == number), None)
+            if offer is None or not _hopeful(problem, plan, offer):
+                self._drafts[number].due = step + self._drafts[number].interval
+                continue
+            trial = self._affordable(problem, plan, number)
+            if trial is not None:
+                self._trying, self._left = number, 1 + self.slow[number]
+            return trial
+        return None
+
+    def _affordable(self, problem: Problem, plan: Plan, number: int) -> Plan | None:
+        """``plan`` with this draft for all rows, for half of them, … or for one, as the credit allows."""
+        rows = [i for i, cap in enumerate(problem.caps) if cap]
+        while rows:
+            drafts, gammas = list(plan.drafts), list(plan.gammas)
+            for i in rows:
+                drafts[i], gammas[i] = number, min(GAMMA, problem.caps[i])
+            trial = problem.plan(drafts, gammas)
+            if _loss(trial, plan) <= self.credit:
+                return trial
+            rows = rows[: len(rows) // 2]
+        return None
+
+
+def _loss(trial: Plan, plan: Plan) -> float:
+    """Seconds that the trial is expected to lose against the plan."""
+    return trial.seconds - trial.tokens / plan.rate
+
+
+def _hopeful(problem: Problem, plan: Plan, offer: Offer) -> bool:
+    """Whether the draft would beat the plan if its tokens stood as often as one may hope."""
+    chances = [HOPE ** (k + 1) for k in range(max(problem.caps, default=0))]
+    hoped = Offer(offer.number, [chances] * len(problem.caps))
+    best = Problem(problem.costs, [hoped], problem.caps, problem.others).alone(hoped, plan.rate)
+    return best.rate > WORTH * plan.rate
