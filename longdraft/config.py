@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import PurePath
@@ -94,6 +95,12 @@ class DraftConfig:
     def own_model(self) -> bool:
         """Whether the weights are a model's that has to be loaded beside the target."""
         return self.weights not in (*TARGETS, "ngram")
+
+
+@lru_cache(maxsize=256)
+def draft_key(config: DraftConfig) -> DraftConfig:
+    """What a draft is made from, and known by: γ and the rule are the business of its rounds."""
+    return replace(config, gamma=1, sampling_rule="coupled")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from operator import or_
 import torch
 
 from longdraft.capture import NOTHING
-from longdraft.config import DraftConfig
+from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import make
@@ -77,7 +77,7 @@ class Runner:
 
     def draft(self, config: DraftConfig) -> Draft:
         """The draft object of a config, made when first asked for; γ and the rule are the rows' business."""
-        key = _key(config)
+        key = draft_key(config)
         if key not in self._drafts:
             self._drafts[key] = make(key, self.model, self.store, self.small, self.max_rows)
         return self._drafts[key]
@@ -98,7 +98,7 @@ class Runner:
         for row in batch.rows:
             if row.seq.status is Status.RUNNING:
                 for config in row.choice.told:
-                    groups[_key(config)].append(row.seq)
+                    groups[draft_key(config)].append(row.seq)
         for config, seqs in groups.items():
             draft = self.draft(config)
             for seq in seqs:
@@ -109,9 +109,9 @@ class Runner:
     def fork(self, source: Sequence, child: Sequence) -> None:
         """Let ``child`` share what its drafts know of ``source``, if that has them, too."""
         self.control.fork(source, child)
-        known = {_key(config) for config in self.control.told(source)}
+        known = {draft_key(config) for config in self.control.told(source)}
         for config in self.control.told(child):
-            if _key(config) in known:
+            if draft_key(config) in known:
                 self.draft(config).fork(source, child)
 
     def release(self, seq: Sequence) -> None:
@@ -131,12 +131,6 @@ class Runner:
 def _any_gamma(config: DraftConfig) -> DraftConfig:
     """What rows have in common that are drafted for together: all but γ."""
     return replace(config, gamma=1)
-
-
-@lru_cache(maxsize=256)
-def _key(config: DraftConfig) -> DraftConfig:
-    """What a draft object is made from: γ and the rule are the rows' business."""
-    return replace(config, gamma=1, sampling_rule="coupled")
 
 
 def _by_row(proposal: Proposal, rows: list[Row]) -> dict[int, torch.Tensor]:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 
-from longdraft.config import DraftConfig
+from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
 
+OTHER = "other"  # what is not observed on its own has the machine's pace
 SPREAD = 128  # tokens over which waking a draft is spread, where the row has so many left
-
-
-@lru_cache(maxsize=256)
-def same_draft(config: DraftConfig) -> DraftConfig:
-    """What all rounds of a draft have in common: all but γ and the rule."""
-    return replace(config, gamma=1, sampling_rule="coupled")
 
 
 def verify_kind(tokens: Sequence[float]) -> tuple[str, int]:
@@ -72,18 +66,19 @@ class BatchCosts:
         """Of a draft that proposes nothing for some of the choosing rows."""
         if not rows:
             return 0.0
-        return self.prices.upkeep(self.drafts[number], [self.lengths[self.choosing[i]] for i in rows])
+        price = self.prices.upkeep(self.drafts[number], [self.lengths[self.choosing[i]] for i in rows])
+        return self.pace.factor(OTHER) * price
 
     def wake(self, number: int, row: int) -> float:
         """Seconds to give a draft its state of one of the choosing rows."""
-        return self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
+        return self.pace.factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
 
     def _own_drafts(self) -> float:
         """What the drafts take that other rows have named, as far as they have a price."""
         groups: dict[DraftConfig, list[int]] = defaultdict(list)
         for i, seq in enumerate(self.seqs):
             if seq.own_choice.draft:
-                groups[same_draft(seq.own_choice.draft)].append(i)
+                groups[draft_key(seq.own_choice.draft)].append(i)
         seconds = 0.0
         for config, rows in groups.items():
             if config in self.drafts:

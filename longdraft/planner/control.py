@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from longdraft.config import AutoDraft, DraftConfig
+from longdraft.config import AutoDraft, DraftConfig, draft_key
 from longdraft.core import Choice, Round
 from longdraft.core import Sequence as EngineSequence
 from longdraft.drafts.registry import needs
 from longdraft.outputs import ControlStats
-from longdraft.planner.batch import BatchCosts, draft_kind, same_draft, verify_kind
-from longdraft.planner.estimate import Own, Pool, survival
+from longdraft.planner.batch import BatchCosts, draft_kind, verify_kind
+from longdraft.planner.estimate import Own, Pool, pool_weight, survival
 from longdraft.planner.joint import Offer, Plan, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
@@ -71,7 +71,7 @@ class Controller:
     def __init__(self, prices: Prices, drafts: Mapping[DraftConfig, float], max_gamma: int = AutoDraft.gamma) -> None:
         """``drafts``: who may propose → how often its tokens are assumed to stand before anything was seen."""
         self.prices, self.max_gamma, self.pace = prices, max_gamma, Pace()
-        self.drafts = tuple(same_draft(draft) for draft in drafts)
+        self.drafts = tuple(draft_key(draft) for draft in drafts)
         self.pools = [Pool(max_gamma, prior) for prior in drafts.values()]
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts])
         self.stats = ControlStats()
@@ -125,7 +125,7 @@ class Controller:
     def fork(self, source: EngineSequence, child: EngineSequence) -> None:
         """See ``Control``."""
         if isinstance(child.draft, AutoDraft):
-            kept = [self._numbers[same_draft(c)] for c in self.told(source) if same_draft(c) in self._numbers]
+            kept = [self._numbers[draft_key(c)] for c in self.told(source) if draft_key(c) in self._numbers]
             self._rows[child.id] = _Row(kept=dict.fromkeys(kept, 0.0))
 
     def release(self, seq_id: int) -> None:
@@ -150,6 +150,8 @@ class Controller:
         plan = best if best.rate > (1.0 if on else BETTER) * plain.rate else plain
         if same:
             self._drop_idle(problem, plan, self._step - standing.made)
+        if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None}:
+            self._doubt(new)
         reasons = why_off(problem, plan, plain)
         self._standing = _Standing(ids, problem, plan, plain, reasons, self._step)
         return self._standing
@@ -162,7 +164,8 @@ class Controller:
         offers = []
         for number, pool in enumerate(self.pools):
             usual = pool.rates(self._step)
-            own = [row.own[number].rates(self._step, usual) if number in row.own else usual for row in rows]
+            weight = pool_weight([row.own[number] for row in rows if number in row.own], usual[0])
+            own = [row.own[number].rates(self._step, usual, weight) if number in row.own else usual for row in rows]
             offers.append(Offer(number, [survival(rates) for rates in own]))
         room = [(seqs[i].draft.gamma, seqs[i].max_total - len(seqs[i].ids) - 1) for i in choosing]
         caps = [max(0, min(self.max_gamma, *limits)) for limits in room]
@@ -176,6 +179,13 @@ class Controller:
         """
         tested = [offer for offer in offers if self.pools[offer.number].evidence(self._step) >= EVIDENCE]
         return tested if tested or self._step > 1 else offers
+
+    def _doubt(self, new: set[int]) -> None:
+        """Drafts come into use: the text has changed, and maybe for the others, too. These are soon tried again."""
+        for number, pool in enumerate(self.pools):
+            if number not in new:
+                pool.counts.doubt()
+        self.trials.begin_anew(self._step)
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
@@ -209,8 +219,8 @@ class Controller:
         self.pace.observe(verify_kind(fed), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
         woken = self._now.woken if self._now else ()
         for config, spent in draft_s.items():
-            draft = same_draft(config)
-            rows = [i for i, r in enumerate(rounds) if r.row.room and same_draft(r.row.choice.draft) == draft]
+            draft = draft_key(config)
+            rows = [i for i, r in enumerate(rounds) if r.row.room and draft_key(r.row.choice.draft) == draft]
             if draft in self._numbers and not any(rounds[i].row.seq.id in woken for i in rows):
                 price = self.prices.draft(draft, [lengths[i] for i in rows], [rounds[i].row.room for i in rows])
                 self.pace.observe(draft_kind(self._numbers[draft]), spent, price)
@@ -220,7 +230,7 @@ class Controller:
         seen: dict[int, list[tuple[int, int]]] = {}
         for r in rounds:
             draft = r.row.choice.draft
-            number = self._numbers.get(same_draft(draft)) if draft and r.asked else None
+            number = self._numbers.get(draft_key(draft)) if draft and r.asked else None
             if number is None or draft.sampling_rule != "coupled":
                 continue
             if self.trials.slow[number] and self._now and r.row.seq.id in self._now.woken:

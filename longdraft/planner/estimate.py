@@ -16,7 +16,10 @@ ROUND = 1 - 1 / 32  # what is kept of a pool's evidence from round to round, whe
 OWN = 1 - 1 / 48  # of a row's
 IDLE = 1 - 1 / 128  # of either, where it was not
 SLOW = 1 - 1 / 512  # of the long memory, which says what is usual of the draft's first position
-PRIOR_WEIGHT, POOL_WEIGHT, OWN_WEIGHT = 1.0, 2.0, 12.0  # tries that a prior, the usual, a pool count as
+PRIOR_WEIGHT, POOL_WEIGHT = 1.0, 2.0  # tries that a prior and the usual count as
+DOUBT = 0.25
+ALIKE, ALIKE_WEIGHT = 1 / 13, 4.0  # correlation of a row's tries before rows were compared, and what that counts as
+LEAST_ALIKE, MOST_ALIKE = 0.02, 0.8
 LOW, HIGH = 0.005, 0.995
 
 
@@ -36,6 +39,11 @@ class Counts:
             self.stood = [kept * x for x in self.stood]
             self._at = step
         return self
+
+    def doubt(self) -> None:
+        """The text has changed: what was seen before counts less."""
+        self.tried = [DOUBT * x for x in self.tried]
+        self.stood = [DOUBT * x for x in self.stood]
 
     def fade(self, asked: int) -> None:
         """Make room for a round that reached for ``asked`` positions."""
@@ -100,16 +108,31 @@ class Own(Counts):
         self.fade(asked)
         self.add(asked, accepted)
 
-    def rates(self, step: int, pool: Sequence[float]) -> list[float]:
-        """By position, given the pool's: drawn towards these, moved by how the row differs at the position before."""
+    def rates(self, step: int, pool: Sequence[float], weight: float) -> list[float]:
+        """By position, given the pool's, which count as ``weight`` tries, moved by how the row differs just before."""
         shift, out = 0.0, []
         self.at(step)
         for tried, stood, usual in zip(self.tried, self.stood, pool, strict=True):
             centre = min(max(usual + shift, LOW), HIGH)
-            rate = (stood + OWN_WEIGHT * centre) / (tried + OWN_WEIGHT)
+            rate = (stood + weight * centre) / (tried + weight)
             shift = rate - usual
             out.append(rate)
         return out
+
+
+def pool_weight(rows: Sequence[Own], rate: float) -> float:
+    """How many tries of a row's own the pool's ``rate`` counts as: many where rows are alike, few where they differ.
+
+    By the first position. The variance of a row's successes among n tries is n p q (1 + (n - 1) ρ) if its own rate
+    varies (beta-binomial), which is solved for ρ over all rows; a prior with that correlation weighs (1 - ρ) / ρ.
+    """
+    excess, possible, p_q = ALIKE * ALIKE_WEIGHT, ALIKE_WEIGHT, rate * (1 - rate)
+    for row in rows:
+        tried, stood = row.tried[0], row.stood[0]
+        excess += (stood - tried * rate) ** 2 - tried * p_q
+        possible += max(0.0, tried * (tried - 1) * p_q)
+    correlation = min(max(excess / possible, LEAST_ALIKE), MOST_ALIKE)
+    return (1 - correlation) / correlation
 
 
 def survival(rates: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from longdraft.config import DraftConfig
+from longdraft.config import DraftConfig, draft_key
 from longdraft.drafts.refresh import TAIL
 from longdraft.drafts.registry import needs, page_note_bytes, selector
 from longdraft.kv.select.base import PageSelector
@@ -31,8 +31,9 @@ class Roofline:
 
     def __init__(self, target: Target, drafts: Seq[DraftConfig]) -> None:
         self.target_model, self.hardware = target, target.hardware
-        self._drafts: dict[DraftConfig, Candidate] = {config: candidate(target, config, given(0)) for config in drafts}
-        self._selectors = {config: selector(config) for config in drafts}
+        known = [draft_key(config) for config in drafts]
+        self._drafts: dict[DraftConfig, Candidate] = {config: candidate(target, config, given(0)) for config in known}
+        self._selectors = {config: selector(config) for config in known}
 
     def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
         """See ``Prices``."""
@@ -40,7 +41,7 @@ class Roofline:
 
     def draft(self, config: DraftConfig, lengths: Seq[int], gammas: Seq[int]) -> float:
         """See ``Prices``: a pass per proposed token, over the rows that still want one."""
-        made = self._drafts[config]
+        made = self._drafts[draft_key(config)]
         if made.network is None:
             return LOOK_UP_S * len(lengths)
         seconds, reads = self._choosing(config, lengths, gammas), [made.reads(length) for length in lengths]
@@ -51,7 +52,7 @@ class Roofline:
 
     def upkeep(self, config: DraftConfig, lengths: Seq[int]) -> float:
         """See ``Prices``."""
-        made, wanted = self._drafts[config], needs(config)
+        made, wanted = self._drafts[draft_key(config)], needs(config)
         if config.weights == "ngram":
             return TAKE_IN_S * len(lengths)
         if config.own_model:
@@ -66,7 +67,7 @@ class Roofline:
         if config.weights == "ngram":
             return TAKE_IN_S * length
         if config.own_model:
-            work = pass_work(self._drafts[config].network, {length / 2: 1}, queries=length)
+            work = pass_work(self._drafts[draft_key(config)].network, {length / 2: 1}, queries=length)
             return times(work, self.hardware).total
         return 0.0
 
@@ -88,7 +89,9 @@ class Roofline:
         """A round's share of choosing what to read."""
         if not needs(config).tokens:
             return 0.0
-        if isinstance(self._selectors[config], PageSelector):  # anew in every round, by what is noted of each page
+        if isinstance(
+            self._selectors[draft_key(config)], PageSelector
+        ):  # anew in every round, by what is noted of each page
             noted = sum(lengths) / PAGE * page_note_bytes(config, self.target_model.config, torch.bfloat16)
             return CHOOSE_S * len(lengths) + noted / self.hardware.bytes_per_s
         rounds = max(1.0, config.budget / TAIL / (1 + sum(gammas) / len(gammas)))  # between two choices, by all keys

@@ -18,10 +18,9 @@ MOST_CREDIT = 16  # plain steps' worth
 HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
 WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
-FIRST, LAST = 32, 256  # steps between trials of the same draft; doubled each time
+FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
 FIRST_PLAIN, LAST_PLAIN = 4, 512
 PROMISING = 0.7  # share of accepted tokens that calls for another round at once
-SETTLED = 64  # steps in use after which a draft's trials start anew
 
 
 @dataclass
@@ -30,7 +29,6 @@ class _Draft:
 
     due: int = 0
     interval: int = FIRST
-    used: int = 0  # steps in use without a break
 
 
 class Trials:
@@ -46,8 +44,8 @@ class Trials:
     def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
         """``plan``, or what is tried instead in this step."""
         self.credit = min(self.credit + SHARE * plan.seconds, MOST_CREDIT * plain.seconds)
-        for number, draft in enumerate(self._drafts):
-            self._note_use(draft, number in plan.drafts, step)
+        for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
+            self._drafts[number].due = step + FIRST
         if not plan.off and step >= self._plain_due:
             self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
             self._plain_due = step + self._plain_interval
@@ -57,6 +55,11 @@ class Trials:
             return plan
         self.credit -= max(0.0, _loss(trial, plan))
         return trial
+
+    def begin_anew(self, step: int) -> None:
+        """Try every draft soon."""
+        for draft in self._drafts:
+            draft.interval, draft.due = FIRST, min(draft.due, step + 1)
 
     def observe(self, rounds: Sequence[Round], step: int) -> None:
         """What came of a step, which may have been a trial."""
@@ -74,13 +77,6 @@ class Trials:
             draft.interval = min(2 * draft.interval, LAST)
             draft.due = step + draft.interval
         self._trying = None
-
-    def _note_use(self, draft: _Draft, used: bool, step: int) -> None:
-        draft.used = draft.used + 1 if used else 0
-        if used:
-            draft.due = step + draft.interval
-        if draft.used >= SETTLED:
-            draft.interval = FIRST
 
     def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
         """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
