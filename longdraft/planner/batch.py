@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longdraft.config import DraftConfig, draft_key
@@ -41,6 +41,9 @@ class BatchCosts:
     lengths: list[int] = field(init=False)
     fed: list[int] = field(init=False)  # by all rows, where those that choose have no proposal
     constant: float = field(init=False)  # seconds, whatever is chosen
+    _known: dict[int, list[float]] = field(default_factory=dict)
+    _passes: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _factors: dict[Hashable, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lengths = [seq.num_committed for seq in self.seqs]
@@ -48,30 +51,48 @@ class BatchCosts:
         self.constant = sum(self.upkeep(number, rows) for number, rows in self.awake.items()) + self._own_drafts()
 
     def target(self, tokens: Sequence[int]) -> float:
-        """See ``Costs``."""
-        fed = list(self.fed)
-        for i, count in zip(self.choosing, tokens, strict=True):
-            fed[i] = count
-        return self.constant + self.pace.factor(verify_kind(fed)) * self.prices.target(self.lengths, fed)
+        """See ``Costs``; the same is asked for every draft."""
+        key = tuple(tokens)
+        if key not in self._passes:
+            fed = list(self.fed)
+            for i, count in zip(self.choosing, tokens, strict=True):
+                fed[i] = count
+            price = self.prices.target(self.lengths, fed)
+            self._passes[key] = self.constant + self._factor(verify_kind(fed)) * price
+        return self._passes[key]
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:
         """See ``Costs``."""
-        config, known = self.drafts[number], self.awake.get(number, frozenset())
         lengths = [self.lengths[self.choosing[i]] for i in rows]
-        seconds = self.pace.factor(draft_kind(number)) * self.prices.draft(config, lengths, gammas)
-        seconds -= self.upkeep(number, [i for i in rows if i in known])
-        return seconds + sum(self.wake(number, i) / self._left(i) for i in rows if i not in known)
+        seconds = self._factor(draft_kind(number)) * self.prices.draft(self.drafts[number], lengths, gammas)
+        beside = self._beside(number)
+        return seconds + sum(beside[i] for i in rows)
 
     def upkeep(self, number: int, rows: Sequence[int] | frozenset[int]) -> float:
         """Of a draft that proposes nothing for some of the choosing rows."""
         if not rows:
             return 0.0
         price = self.prices.upkeep(self.drafts[number], [self.lengths[self.choosing[i]] for i in rows])
-        return self.pace.factor(OTHER) * price
+        return self._factor(OTHER) * price
 
     def wake(self, number: int, row: int) -> float:
         """Seconds to give a draft its state of one of the choosing rows."""
-        return self.pace.factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
+        return self._factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
+
+    def _beside(self, number: int) -> list[float]:
+        """By row what its proposals cost beside the passes: its share of waking, or (negative) the upkeep saved."""
+        if number not in self._known:
+            awake = self.awake.get(number, frozenset())
+            rows = range(len(self.choosing))
+            self._known[number] = [
+                -self.upkeep(number, [i]) if i in awake else self.wake(number, i) / self._left(i) for i in rows
+            ]
+        return self._known[number]
+
+    def _factor(self, kind: Hashable) -> float:
+        if kind not in self._factors:
+            self._factors[kind] = self.pace.factor(kind)
+        return self._factors[kind]
 
     def _own_drafts(self) -> float:
         """What the drafts take that other rows have named, as far as they have a price."""
@@ -84,7 +105,7 @@ class BatchCosts:
             if config in self.drafts:
                 gammas = [self.fed[i] - 1 for i in rows]
                 price = self.prices.draft(config, [self.lengths[i] for i in rows], gammas)
-                seconds += self.pace.factor(draft_kind(self.drafts.index(config))) * price
+                seconds += self._factor(draft_kind(self.drafts.index(config))) * price
         return seconds
 
     def _left(self, row: int) -> int:

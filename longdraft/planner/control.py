@@ -25,9 +25,9 @@ from longdraft.planner.prices import Prices
 from longdraft.planner.reasons import MEASURING, why_off
 from longdraft.planner.trials import Trials
 
-PLAN_EVERY = 8  # steps for which a plan stands while its rows stay the same
-SURPRISE = 0.6  # a step that gives less than so much of what was expected calls for a new plan
+PLAN_EVERY, OFF_EVERY = 16, 64  # steps for which a plan stands while its rows stay the same, and one without drafts
 EVIDENCE = 1.0  # tries that a draft must have seen lately to be chosen
+SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
 
@@ -53,6 +53,11 @@ class _Standing:
     reasons: list[str | None]
     made: int
 
+    @property
+    def until(self) -> int:
+        """The step before which it is not made anew for its age."""
+        return self.made + (OFF_EVERY if self.plan.off else PLAN_EVERY)
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -75,13 +80,14 @@ class Controller:
         self.pools = [Pool(max_gamma, prior) for prior in drafts.values()]
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts])
         self.stats = ControlStats()
+        self._models = [draft.weights != "ngram" for draft in self.drafts]
         self._labels = [draft.label for draft in self.drafts]
         self._numbers = {draft: number for number, draft in enumerate(self.drafts)}
         self._with_gamma = [[replace(d, gamma=max(1, g)) for g in range(max_gamma + 1)] for d in self.drafts]
         self._rows: dict[int, _Row] = {}  # by sequence id
         self._step = 0
         self._standing: _Standing | None = None
-        self._surprised = False  # far fewer tokens came than the plan expected
+        self._short, self._surprised = 0.0, False  # tokens by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
 
     # --- the engine's interface
@@ -117,8 +123,9 @@ class Controller:
         self._observe_pace(rounds, seconds, draft_s)
         self._observe_acceptance(rounds)
         if self._now:
-            came = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows)
-            self._surprised = came < SURPRISE * sum(self._now.plan.each)
+            came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
+            self._short = max(0.0, self._short + expected - came)
+            self._surprised = self._short > SURPRISE * expected or self._now.plan is not self._standing.plan
             self._count(rounds, seconds, self._now)
             self.trials.observe(rounds, self._step)
 
@@ -138,7 +145,7 @@ class Controller:
         """The plan that stands, made anew where its rows are others or it is old."""
         ids = tuple(seq.id for seq in seqs)
         standing = self._standing
-        if standing and standing.ids == ids and self._step < standing.made + PLAN_EVERY and not self._surprised:
+        if standing and standing.ids == ids and self._step < standing.until and not self._surprised:
             return standing
         problem = self._problem(seqs, choosing)
         plain, best = problem.plain(), replace(problem, offers=self._tested(problem.offers)).best()
@@ -153,7 +160,11 @@ class Controller:
         if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None}:
             self._doubt(new)
         reasons = why_off(problem, plan, plain)
-        self._standing = _Standing(ids, problem, plan, plain, reasons, self._step)
+        self._standing, self._short, self._surprised = (
+            _Standing(ids, problem, plan, plain, reasons, self._step),
+            0.0,
+            False,
+        )
         return self._standing
 
     def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
@@ -161,9 +172,9 @@ class Controller:
         rows = [self._rows.setdefault(seqs[i].id, _Row()) for i in choosing]
         awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
         costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
-        offers = []
+        offers, known = [], self._best_known()
         for number, pool in enumerate(self.pools):
-            usual = pool.rates(self._step)
+            usual = pool.rates(self._step, known if self._models[number] and known is not pool else None)
             weight = pool_weight([row.own[number] for row in rows if number in row.own], usual[0])
             own = [row.own[number].rates(self._step, usual, weight) if number in row.own else usual for row in rows]
             offers.append(Offer(number, [survival(rates) for rates in own]))
@@ -180,11 +191,20 @@ class Controller:
         tested = [offer for offer in offers if self.pools[offer.number].evidence(self._step) >= EVIDENCE]
         return tested if tested or self._step > 1 else offers
 
+    def _best_known(self) -> Pool | None:
+        """That of the draft with weights of which most was seen lately."""
+        pools = [pool for pool, model in zip(self.pools, self._models, strict=True) if model]
+        best = max(pools, key=lambda pool: pool.evidence(self._step), default=None)
+        return best if best and best.evidence(self._step) >= EVIDENCE else None
+
     def _doubt(self, new: set[int]) -> None:
         """Drafts come into use: the text has changed, and maybe for the others, too. These are soon tried again."""
         for number, pool in enumerate(self.pools):
             if number not in new:
                 pool.counts.doubt()
+                for row in self._rows.values():
+                    if number in row.own:
+                        row.own[number].doubt()
         self.trials.begin_anew(self._step)
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:

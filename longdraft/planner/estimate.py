@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-ROUND = 1 - 1 / 32  # what is kept of a pool's evidence from round to round, where the position was reached for
-OWN = 1 - 1 / 48  # of a row's
+POOL_TRIES, POOL_ROUNDS = (
+    96,
+    (8, 32),
+)  # a pool remembers so many tries of a position, over so many rounds at least, at most
+OWN = 1 - 1 / 24  # what a row keeps of its evidence from round to round, where the position was reached for
 IDLE = 1 - 1 / 128  # of either, where it was not
 SLOW = 1 - 1 / 512  # of the long memory, which says what is usual of the draft's first position
-PRIOR_WEIGHT, POOL_WEIGHT = 1.0, 2.0  # tries that a prior and the usual count as
-DOUBT = 0.25
+PRIOR_WEIGHT, POOL_WEIGHT = 1.0, 3.0  # tries that a prior and the usual count as
+DOUBTED = 2.0  # tries that old evidence counts as when the text has changed
 ALIKE, ALIKE_WEIGHT = 1 / 13, 4.0  # correlation of a row's tries before rows were compared, and what that counts as
 LEAST_ALIKE, MOST_ALIKE = 0.02, 0.8
 LOW, HIGH = 0.005, 0.995
@@ -26,8 +29,7 @@ LOW, HIGH = 0.005, 0.995
 class Counts:
     """Fading counts by position: how often a token was reached for, and how often it stood."""
 
-    def __init__(self, positions: int, fading: float) -> None:
-        self.fading = fading
+    def __init__(self, positions: int) -> None:
         self.tried, self.stood = [0.0] * positions, [0.0] * positions
         self._at = 0  # the step up to which it has faded
 
@@ -41,15 +43,16 @@ class Counts:
         return self
 
     def doubt(self) -> None:
-        """The text has changed: what was seen before counts less."""
-        self.tried = [DOUBT * x for x in self.tried]
-        self.stood = [DOUBT * x for x in self.stood]
+        """The text has changed: what was seen before counts as a few tries at most."""
+        kept = min(1.0, DOUBTED / max(self.tried[0], DOUBTED))
+        self.tried = [kept * x for x in self.tried]
+        self.stood = [kept * x for x in self.stood]
 
-    def fade(self, asked: int) -> None:
+    def fade(self, asked: int, kept: float) -> None:
         """Make room for a round that reached for ``asked`` positions."""
         for i in range(min(asked, len(self.tried))):
-            self.tried[i] *= self.fading
-            self.stood[i] *= self.fading
+            self.tried[i] *= kept
+            self.stood[i] *= kept
 
     def add(self, asked: int, accepted: int) -> None:
         """Note a round: of up to ``asked`` tokens ``accepted`` stood."""
@@ -63,13 +66,14 @@ class Pool:
 
     def __init__(self, positions: int, prior: float) -> None:
         self.prior = prior
-        self.counts = Counts(positions, ROUND)
+        self.counts = Counts(positions)
         self._usual_tried = self._usual_stood = 0.0
 
     def observe(self, step: int, rounds: Sequence[tuple[int, int]]) -> None:
         """The (asked, accepted) of all rows for which the draft was asked in a step."""
         counts = self.counts.at(step)
-        counts.fade(max(asked for asked, _ in rounds))
+        fewest, most = POOL_ROUNDS
+        counts.fade(max(asked for asked, _ in rounds), 1 - 1 / min(max(POOL_TRIES / len(rounds), fewest), most))
         self._usual_tried *= SLOW
         self._usual_stood *= SLOW
         for asked, accepted in rounds:
@@ -86,10 +90,17 @@ class Pool:
         """The first position's rate in the long run."""
         return (self._usual_stood + PRIOR_WEIGHT * self.prior) / (self._usual_tried + PRIOR_WEIGHT)
 
-    def rates(self, step: int) -> list[float]:
-        """By position. The first is drawn towards what is usual, each other one towards that before it."""
+    def rates(self, step: int, beside: Pool | None = None) -> list[float]:
+        """By position. The first is drawn towards what is usual, each other one towards that before it.
+
+        ``beside``: a draft of which more was seen lately. Texts are easy or hard for both, so what is usual is moved by
+        how that one stands now: refusals keep their ratio.
+        """
         counts = self.counts.at(step)
         out, before = [], self.usual
+        if beside is not None:
+            ratio = (1 - self.usual) / max(1 - beside.usual, 1 - HIGH)
+            before = min(max(1 - ratio * (1 - beside.rates(step)[0]), LOW), HIGH)
         for tried, stood in zip(counts.tried, counts.stood, strict=True):
             before = (stood + POOL_WEIGHT * before) / (tried + POOL_WEIGHT)
             out.append(before)
@@ -99,13 +110,10 @@ class Pool:
 class Own(Counts):
     """What one row says of one draft."""
 
-    def __init__(self, positions: int) -> None:
-        super().__init__(positions, OWN)
-
     def observe(self, step: int, asked: int, accepted: int) -> None:
         """A round of the row."""
         self.at(step)
-        self.fade(asked)
+        self.fade(asked, OWN)
         self.add(asked, accepted)
 
     def rates(self, step: int, pool: Sequence[float], weight: float) -> list[float]:

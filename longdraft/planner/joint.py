@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-ITERATIONS = 3
-PATIENCE = 2  # cuts that are no better before the longer ones are given up
+ITERATIONS = 2
 
 
 class Costs(Protocol):
@@ -111,7 +110,7 @@ class Problem:
 
     def alone(self, offer: Offer, rate: float) -> Plan:
         """The best plan with this draft only, of those that pay at the margin at ``rate`` tokens per second."""
-        drafts, best, worse = [offer.number] * len(self.caps), None, 0
+        drafts, best = [offer.number] * len(self.caps), None
         shared = self._draft_margin(offer)
         for cut in range(1, max(self.caps, default=0) + 1):
             least = rate * (shared + self._verify_margin(cut))
@@ -119,12 +118,9 @@ class Problem:
             if max(gammas) < cut:
                 break
             plan = self.plan(drafts, gammas)
-            if best is None or plan.rate > best.rate:
-                best, worse = plan, 0
-            else:
-                worse += 1
-                if worse == PATIENCE:
-                    break
+            if best is not None and plan.rate <= best.rate:  # longer ones are worse still
+                break
+            best = plan
         return best or self.plain()
 
     def take_over(self, plan: Plan, offer: Offer) -> Plan:

@@ -7,10 +7,11 @@ The constants are orders of magnitude, and what is observed corrects them (``pac
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 
+from longdraft.capture import Needs
 from longdraft.config import DraftConfig, draft_key
 from longdraft.drafts.refresh import TAIL
 from longdraft.drafts.registry import needs, page_note_bytes, selector
@@ -22,82 +23,90 @@ from longdraft.planner.cost import Network, Work, pass_work, times
 LOOK_UP_S = 1e-5  # an n-gram's continuation of one row
 TAKE_IN_S = 1.5e-6  # a token into its automaton
 CHOOSE_S = 2e-4  # a row's choice of pages or tokens, besides what is read for it
+PASSES_TOLD = 8  # of which a self-draft must be told before it chooses well
 PAGE = 16  # tokens; what is noted of pages is small whatever their size
 MASS_SHARE = 0.03  # what noting attention masses adds to reading the cache
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What is looked up of a draft again and again."""
+
+    made: Candidate
+    needs: Needs
+    choice_s: float  # seconds of a round's choice per row ...
+    choice_token_s: float  # ... and per cached token of it
+    choice_tokens: float  # a choice is made anew after so many tokens; 1: in every round
 
 
 class Roofline:
     """See ``Prices``; for a target and the drafts that may propose for it."""
 
     def __init__(self, target: Target, drafts: Seq[DraftConfig]) -> None:
-        self.target_model, self.hardware = target, target.hardware
-        known = [draft_key(config) for config in drafts]
-        self._drafts: dict[DraftConfig, Candidate] = {config: candidate(target, config, given(0)) for config in known}
-        self._selectors = {config: selector(config) for config in known}
+        self.network, self.hardware = target.network, target.hardware
+        self._kv_s = self.network.kv_bytes_per_token / self.hardware.bytes_per_s  # to read one cached token
+        self._drafts = {draft_key(draft): self._prepared(target, draft) for draft in drafts}
 
     def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
         """See ``Prices``."""
-        return self._pass(self.target_model.network, lengths, tokens)
+        return self._pass(self.network, lengths, tokens)
 
     def draft(self, config: DraftConfig, lengths: Seq[int], gammas: Seq[int]) -> float:
         """See ``Prices``: a pass per proposed token, over the rows that still want one."""
-        made = self._drafts[draft_key(config)]
-        if made.network is None:
+        known = self._drafts[draft_key(config)]
+        net, reads = known.made.network, known.made.reads
+        if net is None:
             return LOOK_UP_S * len(lengths)
-        seconds, reads = self._choosing(config, lengths, gammas), [made.reads(length) for length in lengths]
-        for done, level in pairwise([0, *sorted(set(gammas))]):
-            active = [read for read, gamma in zip(reads, gammas, strict=True) if gamma > done]
-            seconds += (level - done) * self._pass(made.network, active, [1] * len(active))
-        return seconds
+        seconds, done = 0.0, 0
+        for level in sorted(set(gammas)):
+            active = [reads(length) for length, gamma in zip(lengths, gammas, strict=True) if gamma > done]
+            seconds += (level - done) * self._pass(net, active, [1] * len(active))
+            done = level
+        if not known.needs.tokens:
+            return seconds
+        rounds = max(1.0, known.choice_tokens * len(gammas) / (len(gammas) + sum(gammas)))  # between two choices
+        return seconds + (known.choice_s * len(lengths) + known.choice_token_s * sum(lengths)) / rounds
 
     def upkeep(self, config: DraftConfig, lengths: Seq[int]) -> float:
         """See ``Prices``."""
-        made, wanted = self._drafts[draft_key(config)], needs(config)
+        known = self._drafts[draft_key(config)]
         if config.weights == "ngram":
             return TAKE_IN_S * len(lengths)
         if config.own_model:
-            return len(lengths) * 2 * made.network.weights / self.hardware.flops_per_s
-        if not wanted.tokens:
+            return len(lengths) * 2 * known.made.network.weights / self.hardware.flops_per_s
+        if not known.needs.tokens:
             return 0.0
-        noting = MASS_SHARE * sum(lengths) * self._kv_s if wanted.page_mass else 0.0
+        noting = MASS_SHARE * sum(lengths) * self._kv_s if known.needs.page_mass else 0.0
         return LOOK_UP_S * len(lengths) + noting
 
     def wake(self, config: DraftConfig, length: int) -> float:
-        """See ``Prices``. A self-draft that chooses starts with its first and last tokens: that costs nothing."""
+        """See ``Prices``. A self-draft that chooses does so well once it was told of some passes."""
+        known = self._drafts[draft_key(config)]
         if config.weights == "ngram":
             return TAKE_IN_S * length
         if config.own_model:
-            work = pass_work(self._drafts[draft_key(config)].network, {length / 2: 1}, queries=length)
+            work = pass_work(known.made.network, {length / 2: 1}, queries=length)
             return times(work, self.hardware).total
-        return 0.0
+        return PASSES_TOLD * self.upkeep(config, [length])
+
+    def _prepared(self, target: Target, draft: DraftConfig) -> _Draft:
+        made, wanted = candidate(target, draft_key(draft), given(0)), needs(draft)
+        if isinstance(selector(draft), PageSelector):  # anew in every round, by what is noted of each page
+            noted = page_note_bytes(draft, target.config, torch.bfloat16) / PAGE / self.hardware.bytes_per_s
+            return _Draft(made, wanted, CHOOSE_S, noted, 1.0)
+        return _Draft(made, wanted, CHOOSE_S, self._kv_s / 2, draft.budget / TAIL)  # by all keys
 
     def _pass(self, net: Network, lengths: Seq[int], tokens: Seq[int]) -> float:
         """A pass in which row ``i`` feeds ``tokens[i]`` tokens and reads its own and ``lengths[i]`` others."""
-        keys = [length + n for length, n in zip(lengths, tokens, strict=True)]
+        fed, read = sum(tokens), sum(lengths)
+        keys = fed + read
         work = Work(
-            linear_flops=sum(tokens) * (2 * net.weights + net.extra_flops),
+            linear_flops=fed * (2 * net.weights + net.extra_flops),
             weight_bytes=net.weights * net.weight_bytes,
-            attention_flops=sum(n * k for n, k in zip(tokens, keys, strict=True)) * net.attention_flops,
-            kv_bytes=sum(keys) * net.kv_bytes_per_token,
-            rows=len(keys),
+            attention_flops=sum(n * (k + n) for n, k in zip(tokens, lengths, strict=True)) * net.attention_flops,
+            kv_bytes=keys * net.kv_bytes_per_token,
+            rows=len(lengths),
             layers=net.layers,
             kv_heads=net.kv_heads,
         )
         return times(work, self.hardware).total
-
-    def _choosing(self, config: DraftConfig, lengths: Seq[int], gammas: Seq[int]) -> float:
-        """A round's share of choosing what to read."""
-        if not needs(config).tokens:
-            return 0.0
-        if isinstance(
-            self._selectors[draft_key(config)], PageSelector
-        ):  # anew in every round, by what is noted of each page
-            noted = sum(lengths) / PAGE * page_note_bytes(config, self.target_model.config, torch.bfloat16)
-            return CHOOSE_S * len(lengths) + noted / self.hardware.bytes_per_s
-        rounds = max(1.0, config.budget / TAIL / (1 + sum(gammas) / len(gammas)))  # between two choices, by all keys
-        return (CHOOSE_S * len(lengths) + sum(lengths) * self._kv_s / 2) / rounds
-
-    @property
-    def _kv_s(self) -> float:
-        """Seconds to read one cached token."""
-        return self.target_model.network.kv_bytes_per_token / self.hardware.bytes_per_s

@@ -67,7 +67,8 @@ def kit(tiny):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_parameter_under_choices_at_random(kit, rule):
-    requests = [request_of(kit, kind, rule) for kind in KINDS]
+    half = list(KINDS)[list(RULES).index(rule) :: 2]
+    requests = [request_of(kit, kind, rule) for kind in half]
     control = AtRandom([replace(draft, gamma=1) for draft in DRAFTS.values()])
     config = EngineConfig(max_model_len=256, num_pages=400, max_num_batched_tokens=64)
     engine = install(Engine(kit.model, config, (EOS,), kit.tokenizer, kit.small, control))
@@ -98,12 +99,11 @@ native_only = pytest.mark.skipif(native._native is None, reason=f"without the na
 
 
 @native_only
-@pytest.mark.parametrize("seed", range(2))
-def test_choices_at_random_with_preemptions_and_forks(models, seed):
+def test_choices_at_random_with_preemptions_and_forks(models):
     """Ids and log-probability bits, of the requests and of forks with and without a draft of their own."""
-    rng = random.Random(seed)
-    asked = [request for s in on_native.SAMPLING[seed::2] for request in on_native.requests(s, seed)]
-    control = AtRandom([replace(draft, gamma=1) for draft in on_native.DRAFTS.values()], seed)
+    rng = random.Random(1)
+    asked = [request for sampling in on_native.SAMPLING[::3] for request in on_native.requests(sampling)]
+    control = AtRandom([replace(draft, gamma=1) for draft in on_native.DRAFTS.values()])
     sizes = {"num_pages": 40, "max_num_seqs": 12, "max_num_batched_tokens": 48}
     engine = native_engine(models, control, **sizes)
     seqs = [engine.sequence(engine.add(prompt, params, AUTO)) for prompt, params in asked]
