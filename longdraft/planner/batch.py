@@ -79,6 +79,10 @@ class BatchCosts:
         """Seconds to give a draft its state of one of the choosing rows."""
         return self._factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
 
+    def waking(self, number: int, row: int) -> float:
+        """See ``Costs``."""
+        return 0.0 if row in self.awake.get(number, frozenset()) else self.wake(number, row)
+
     def _beside(self, number: int) -> list[float]:
         """By row what its proposals cost beside the passes: its share of waking, or (negative) the upkeep saved."""
         if number not in self._known:

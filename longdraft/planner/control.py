@@ -2,7 +2,7 @@
 
 Owns the policy: when a plan is made anew, when it is left for another, what is tried now and then, which drafts keep
 their states, and why nothing is proposed. The parts: prices of passes (``prices.py``) times the pace that is observed
-(``pace.py``) for this batch (``batch.py``), acceptance (``estimate.py``), the rows' joint choice (``joint.py``).
+(``pace.py``) for this batch (``batch.py``), acceptance (``evidence.py``), the rows' joint choice (``joint.py``).
 
 Reads no clock. Nothing here changes what a request returns: see docs/lossless.md.
 """
@@ -13,32 +13,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from longdraft.config import AutoDraft, DraftConfig, draft_key
-from longdraft.core import Choice, Round
+from longdraft.core import Choice, Round, Status
 from longdraft.core import Sequence as EngineSequence
 from longdraft.drafts.registry import needs
 from longdraft.outputs import ControlStats
 from longdraft.planner.batch import BatchCosts, draft_kind, verify_kind
-from longdraft.planner.estimate import Own, Pool, pool_weight, survival
-from longdraft.planner.joint import Offer, Plan, Problem
+from longdraft.planner.evidence import Evidence
+from longdraft.planner.joint import Plan, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
 from longdraft.planner.reasons import MEASURING, why_off
 from longdraft.planner.trials import Trials
 
 PLAN_EVERY, OFF_EVERY = 16, 64  # steps for which a plan stands while its rows stay the same, and one without drafts
-EVIDENCE = 1.0  # tries that a draft must have seen lately to be chosen
 SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
 
 @dataclass
 class _Row:
-    """What is known of one sequence, by the number of a draft."""
+    """The states that drafts have of one sequence, by their numbers."""
 
-    own: dict[int, Own] = field(default_factory=dict)
-    kept: dict[int, float] = field(
-        default_factory=dict
-    )  # drafts with a state of it → upkeep in vain since the last use
+    kept: dict[int, float] = field(default_factory=dict)  # → upkeep in vain since the last use
     dropped: list[int] = field(default_factory=list)  # since the last step
 
 
@@ -77,12 +73,10 @@ class Controller:
         """``drafts``: who may propose → how often its tokens are assumed to stand before anything was seen."""
         self.prices, self.max_gamma, self.pace = prices, max_gamma, Pace()
         self.drafts = tuple(draft_key(draft) for draft in drafts)
-        self.pools = [Pool(max_gamma, prior) for prior in drafts.values()]
+        self.evidence = Evidence(drafts, max_gamma)
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts])
         self.stats = ControlStats()
-        self._models = [draft.weights != "ngram" for draft in self.drafts]
         self._labels = [draft.label for draft in self.drafts]
-        self._numbers = {draft: number for number, draft in enumerate(self.drafts)}
         self._with_gamma = [[replace(d, gamma=max(1, g)) for g in range(max_gamma + 1)] for d in self.drafts]
         self._rows: dict[int, _Row] = {}  # by sequence id
         self._step = 0
@@ -120,24 +114,32 @@ class Controller:
 
     def observe(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
         """See ``Control``."""
-        self._observe_pace(rounds, seconds, draft_s)
-        self._observe_acceptance(rounds)
+        woken = [r for r in rounds if self._now and r.row.seq.id in self._now.woken]
+        self._observe_pace(rounds, seconds, draft_s, woken)
+        blind = [r for r in woken if needs(r.row.choice.draft).tokens]
+        seen = self.evidence.observe(rounds, self._step, blind)
+        self.trials.observe(not any(r.row.room for r in rounds), seen, self._step)
         if self._now:
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
             self._short = max(0.0, self._short + expected - came)
             self._surprised = self._short > SURPRISE * expected or self._now.plan is not self._standing.plan
             self._count(rounds, seconds, self._now)
-            self.trials.observe(rounds, self._step)
+        for r in rounds:  # of one that has just ended nothing more is wanted
+            if r.row.seq.status is Status.FINISHED:
+                self.release(r.row.seq.id)
 
     def fork(self, source: EngineSequence, child: EngineSequence) -> None:
         """See ``Control``."""
         if isinstance(child.draft, AutoDraft):
-            kept = [self._numbers[draft_key(c)] for c in self.told(source) if draft_key(c) in self._numbers]
+            kept = [
+                self.evidence.numbers[draft_key(c)] for c in self.told(source) if draft_key(c) in self.evidence.numbers
+            ]
             self._rows[child.id] = _Row(kept=dict.fromkeys(kept, 0.0))
 
     def release(self, seq_id: int) -> None:
         """See ``Control``."""
         self._rows.pop(seq_id, None)
+        self.evidence.release(seq_id)
 
     # --- the plan
 
@@ -148,7 +150,7 @@ class Controller:
         if standing and standing.ids == ids and self._step < standing.until and not self._surprised:
             return standing
         problem = self._problem(seqs, choosing)
-        plain, best = problem.plain(), replace(problem, offers=self._tested(problem.offers)).best()
+        plain, best = problem.plain(), replace(problem, offers=self.evidence.tested(problem.offers, self._step)).best()
         on, same = standing is not None and not standing.plan.off, standing is not None and standing.ids == ids
         if on and same:  # it stands unless another one is clearly better
             gammas = [min(pair) for pair in zip(standing.plan.gammas, problem.caps, strict=True)]
@@ -158,13 +160,10 @@ class Controller:
         if same:
             self._drop_idle(problem, plan, self._step - standing.made)
         if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None}:
-            self._doubt(new)
-        reasons = why_off(problem, plan, plain)
-        self._standing, self._short, self._surprised = (
-            _Standing(ids, problem, plan, plain, reasons, self._step),
-            0.0,
-            False,
-        )
+            self.evidence.doubt(new)
+            self.trials.begin_anew(self._step)
+        self._short, self._surprised = 0.0, False
+        self._standing = _Standing(ids, problem, plan, plain, why_off(problem, plan, plain), self._step)
         return self._standing
 
     def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
@@ -172,40 +171,11 @@ class Controller:
         rows = [self._rows.setdefault(seqs[i].id, _Row()) for i in choosing]
         awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
         costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
-        offers, known = [], self._best_known()
-        for number, pool in enumerate(self.pools):
-            usual = pool.rates(self._step, known if self._models[number] and known is not pool else None)
-            weight = pool_weight([row.own[number] for row in rows if number in row.own], usual[0])
-            own = [row.own[number].rates(self._step, usual, weight) if number in row.own else usual for row in rows]
-            offers.append(Offer(number, [survival(rates) for rates in own]))
+        offers = self.evidence.offers([seqs[i].id for i in choosing], self._step)
         room = [(seqs[i].draft.gamma, seqs[i].max_total - len(seqs[i].ids) - 1) for i in choosing]
         caps = [max(0, min(self.max_gamma, *limits)) for limits in room]
         others = sum(_tokens_per_pass(seq) for seq in seqs if not isinstance(seq.draft, AutoDraft))
         return Problem(costs, offers, caps, others)
-
-    def _tested(self, offers: Sequence[Offer]) -> Sequence[Offer]:
-        """Those of which something was seen lately; others have to be tried first. At the start the best assumption is.
-
-        What is merely assumed, or remembered, is often too good: who is left for it must not be chosen for that.
-        """
-        tested = [offer for offer in offers if self.pools[offer.number].evidence(self._step) >= EVIDENCE]
-        return tested if tested or self._step > 1 else offers
-
-    def _best_known(self) -> Pool | None:
-        """That of the draft with weights of which most was seen lately."""
-        pools = [pool for pool, model in zip(self.pools, self._models, strict=True) if model]
-        best = max(pools, key=lambda pool: pool.evidence(self._step), default=None)
-        return best if best and best.evidence(self._step) >= EVIDENCE else None
-
-    def _doubt(self, new: set[int]) -> None:
-        """Drafts come into use: the text has changed, and maybe for the others, too. These are soon tried again."""
-        for number, pool in enumerate(self.pools):
-            if number not in new:
-                pool.counts.doubt()
-                for row in self._rows.values():
-                    if number in row.own:
-                        row.own[number].doubt()
-        self.trials.begin_anew(self._step)
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
@@ -232,35 +202,19 @@ class Controller:
 
     # --- what comes of it
 
-    def _observe_pace(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
+    def _observe_pace(
+        self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float], woken: Sequence[Round]
+    ) -> None:
         """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones."""
         fed = [1 + len(r.row.proposal) for r in rounds]
         lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
         self.pace.observe(verify_kind(fed), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
-        woken = self._now.woken if self._now else ()
         for config, spent in draft_s.items():
             draft = draft_key(config)
             rows = [i for i, r in enumerate(rounds) if r.row.room and draft_key(r.row.choice.draft) == draft]
-            if draft in self._numbers and not any(rounds[i].row.seq.id in woken for i in rows):
+            if draft in self.evidence.numbers and not any(rounds[i] in woken for i in rows):
                 price = self.prices.draft(draft, [lengths[i] for i in rows], [rounds[i].row.room for i in rows])
-                self.pace.observe(draft_kind(self._numbers[draft]), spent, price)
-
-    def _observe_acceptance(self, rounds: Sequence[Round]) -> None:
-        """Which tokens stood, of every draft that is known here and proposed under the coupled rule."""
-        seen: dict[int, list[tuple[int, int]]] = {}
-        for r in rounds:
-            draft = r.row.choice.draft
-            number = self._numbers.get(draft_key(draft)) if draft and r.asked else None
-            if number is None or draft.sampling_rule != "coupled":
-                continue
-            if self.trials.slow[number] and self._now and r.row.seq.id in self._now.woken:
-                continue
-            seen.setdefault(number, []).append((r.asked, r.accepted))
-            if row := self._rows.get(r.row.seq.id):
-                own = row.own.setdefault(number, Own(self.max_gamma))
-                own.observe(self._step, r.asked, r.accepted)
-        for number, found in seen.items():
-            self.pools[number].observe(self._step, found)
+                self.pace.observe(draft_kind(self.evidence.numbers[draft]), spent, price)
 
     def _count(self, rounds: Sequence[Round], seconds: float, now: _Step) -> None:
         """Note the step, in the totals and for each sequence that chose."""

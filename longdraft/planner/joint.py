@@ -28,7 +28,10 @@ class Costs(Protocol):
         """The target's pass if the choosing rows feed so many tokens, and everything that does not depend on that."""
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:
-        """The passes of a draft that proposes ``gammas`` tokens for ``rows``, waking it and its upkeep included."""
+        """The passes of a draft that proposes ``gammas`` tokens for ``rows``; beside them upkeep and part of waking."""
+
+    def waking(self, number: int, row: int) -> float:
+        """Waking a draft for a row; 0 where it has its state."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from a credit of one part in so many of all predicted time, and come more rarely
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longdraft.core import Round
 from longdraft.planner.joint import Offer, Plan, Problem
 
 SHARE = 1 / 250  # of the predicted time
@@ -53,7 +52,8 @@ class Trials:
         trial = self._trial(problem, plan, step)
         if trial is None:
             return plan
-        self.credit -= max(0.0, _loss(trial, plan))
+        if trial is not plan:
+            self.credit -= max(0.0, _loss(problem, trial, plan))
         return trial
 
     def begin_anew(self, step: int) -> None:
@@ -61,17 +61,18 @@ class Trials:
         for draft in self._drafts:
             draft.interval, draft.due = FIRST, min(draft.due, step + 1)
 
-    def observe(self, rounds: Sequence[Round], step: int) -> None:
-        """What came of a step, which may have been a trial."""
-        if not any(row.room for row in (r.row for r in rounds)):
+    def observe(self, plain: bool, seen: Mapping[int, Sequence[tuple[int, int]]], step: int) -> None:
+        """What came of a step: whether it was a plain one, and the (asked, accepted) of drafts' rounds."""
+        if plain:
             self._plain_due = step + self._plain_interval
         if self._trying is None:
             return
         self._left -= 1
         if self._left > 0:
             return
-        draft, asked = self._drafts[self._trying], sum(r.asked for r in rounds)
-        if asked and sum(r.accepted for r in rounds) >= PROMISING * asked:
+        draft, tries = self._drafts[self._trying], seen.get(self._trying, ())
+        asked, accepted = (sum(column) for column in zip(*tries, strict=True)) if tries else (0, 0)
+        if asked and accepted >= PROMISING * asked:
             draft.due = step + 1
         else:
             draft.interval = min(2 * draft.interval, LAST)
@@ -104,15 +105,17 @@ class Trials:
             for i in rows:
                 drafts[i], gammas[i] = number, min(GAMMA, problem.caps[i])
             trial = problem.plan(drafts, gammas)
-            if _loss(trial, plan) <= self.credit:
+            if _loss(problem, trial, plan) <= self.credit:
                 return trial
             rows = rows[: len(rows) // 2]
         return None
 
 
-def _loss(trial: Plan, plan: Plan) -> float:
-    """Seconds that the trial is expected to lose against the plan."""
-    return trial.seconds - trial.tokens / plan.rate
+def _loss(problem: Problem, trial: Plan, plan: Plan) -> float:
+    """Seconds that the trial is expected to lose against the plan, with all that waking takes."""
+    moved = [i for i, number in enumerate(trial.drafts) if number != plan.drafts[i] and number is not None]
+    waking = sum(problem.costs.waking(trial.drafts[i], i) for i in moved)
+    return trial.seconds + waking - trial.tokens / plan.rate
 
 
 def _hopeful(problem: Problem, plan: Plan, offer: Offer) -> bool:

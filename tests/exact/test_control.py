@@ -200,8 +200,9 @@ def test_the_real_control_in_a_crowded_engine(tiny):
             alone.step()
         assert seq.output_ids == other.output_ids
     assert engine.stats.preemptions > 0
-    assert control.pools[0].evidence(control._step) > 0
+    assert control.evidence.pools[0].evidence(control._step) > 0
     assert not control._rows
+    assert not control.evidence._own
     spent = control.stats
     assert spent.rounds.total() + spent.off.total() == sum(seq.stats.verify_passes for seq in seqs)
     assert sum(seq.stats.control.seconds for seq in seqs) == pytest.approx(spent.seconds)

@@ -285,7 +285,7 @@ def test_requests_with_drafts_of_their_own_keep_them():
         assert (first, second) == (Choice(own, (own,)), Choice())
         assert third.draft is not None
     assert control.told(fixed) == (own,)
-    assert control.pools[0].evidence(control._step) > 5
+    assert control.evidence.pools[0].evidence(control._step) > 5
     assert control.choose([fixed, plain]) == [Choice(own, (own,)), Choice()]
     assert fixed.stats.control.seconds == 0 < auto.stats.control.seconds
 
