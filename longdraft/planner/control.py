@@ -1,5 +1,7 @@
 """Online control: at every step, which draft proposes for which row, and how many tokens, or none at all.
 
+After MagicDec (arXiv:2408.11049): the draft and γ with most tokens per second by its Eq. 2, plain decoding among them.
+
 Owns the policy: when a plan is made anew, when it is left for another, what is tried now and then, which drafts keep
 their states, and why nothing is proposed. The parts: prices of passes (``prices.py``) times the pace that is observed
 (``pace.py``) for this batch (``batch.py``), acceptance (``evidence.py``), the rows' joint choice (``joint.py``).
