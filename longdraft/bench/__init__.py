@@ -155,8 +155,9 @@ class Cell:
     control: dict[str, Any] | None = None
 
     def report(self) -> dict[str, object]:
-        """As a JSON object."""
-        return _report(self)
+        """As a JSON object; ``control`` only where there is one."""
+        out = _report(self)
+        return out if self.control else {name: value for name, value in out.items() if name != "control"}
 
     @property
     def significant(self) -> bool:

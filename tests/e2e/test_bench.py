@@ -13,6 +13,7 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.cli.app import app
+from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from tests.e2e.test_cli import longdraft
 
@@ -23,6 +24,7 @@ CELL = {
 }
 SELF = Arm("streaming_llm", DraftConfig(budget=16, gamma=2))
 FULL = Arm("full", DraftConfig(kv="full", gamma=3))
+AUTO = Arm("auto", AutoDraft())
 LOOKUP = Arm("ngram", DraftConfig(weights="ngram", gamma=2))
 SMALL = {"rounds": 2, "round_tokens": 8}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -74,6 +76,20 @@ def test_cells_are_complete_and_identical(llm):
     assert shown.read_bytes == pytest.approx(weights + 3 * length * 2 * 3 * 2 * 16 * 8, rel=0.01)
     assert shown.flops == pytest.approx(3 * (2 * weights / 8 + 4 * length * 3 * 4 * 16), rel=0.01)
     assert {name for name, *_ in seen} == {f"{x}{t}" for x in ("fill 64", "1 x 64", "3 x 64") for t in ("", " T1")}
+
+
+@pytest.mark.parametrize("rate", [None, 0.8])
+def test_an_arm_whose_drafts_are_chosen(llm, rate):
+    """What was chosen in its turns alone, whatever else ran; also with imposed acceptance."""
+    auto, fixed = measure(llm, Plan((2,), (64,), (AUTO, SELF), **SMALL, assume_acceptance=rate))
+    report = auto.report()
+    assert report.keys() == CELL | {"control"}
+    assert (auto.identical, auto.budget, auto.weights, fixed.control) == (True, None, "auto", None)
+    chosen = auto.control["chosen"]
+    assert sum(one["share"] for one in chosen) == pytest.approx(1)
+    assert {one["draft"] for one in chosen} <= {"off", "streaming_llm, budget 256", "ngram"}
+    assert min(auto.control["predicted_speedup"], auto.control["realised_speedup"]) > 0
+    assert json.dumps(report)
 
 
 def test_tokens_and_order_of_turns(llm, monkeypatch):
@@ -220,15 +236,17 @@ def test_a_difference_is_exit_status_1(folder, monkeypatch, wrong_verify):
 def test_the_verb(tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     sizes = ("--batch", "2", "--batch", "9", "--context", "40", "--budget", "16", "--gamma", "1", "--gamma", "2")
-    short = ("--rounds", "2", "--round-tokens", "2", "--draft", "streaming_llm", "--draft", "ngram")
+    short = ("--rounds", "2", "--round-tokens", "2", "--draft", "streaming_llm", "--draft", "ngram", "--draft", "auto")
     done = longdraft("bench", "decode", *sizes, *short, "--json", str(file), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads(file.read_text())
     assert report.keys() == {"machine", "model", "cells", "peers"}
     assert {"name", "dtype", "kv_dtype", "weight_bytes", "kv_bytes_per_token"} <= report["model"].keys()
-    assert len(report["cells"]) == 8
-    assert all(cell.keys() == CELL and cell["identical"] for cell in report["cells"])
+    assert len(report["cells"]) == 10  # auto once: it chooses γ itself
+    assert all(cell.keys() - {"control"} == CELL and cell["identical"] for cell in report["cells"])
+    assert [cell["draft"] for cell in report["cells"] if "control" in cell] == ["auto", "auto"]
+    assert "Eq. 2 residual" in done.stdout
     assert picture.read_bytes().startswith(PNG)
     assert "repeated 8-grams" in done.stdout
 
