@@ -18,7 +18,7 @@ HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
 WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
 FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
-FIRST_PLAIN, LAST_PLAIN = 4, 512
+FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
 PROMISING = 0.7  # share of accepted tokens that calls for another round at once
 
 
@@ -29,6 +29,11 @@ class _Draft:
     due: int = 0
     interval: int = FIRST
 
+    def put_off(self, step: int) -> None:
+        """It changed nothing, or would not: later, and later each time."""
+        self.interval = min(2 * self.interval, LAST)
+        self.due = step + self.interval
+
 
 class Trials:
     """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can."""
@@ -36,7 +41,7 @@ class Trials:
     def __init__(self, slow: Sequence[bool]) -> None:
         self.slow, self.credit = slow, 0.0
         self._drafts = [_Draft() for _ in slow]
-        self._plain_due, self._plain_interval = FIRST_PLAIN, FIRST_PLAIN
+        self._plain_due, self._plain_seen = FIRST_PLAIN, 0
         self._trying: int | None = None
         self._left = 0  # rounds of the trial under way
 
@@ -46,8 +51,7 @@ class Trials:
         for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
             self._drafts[number].due = step + FIRST
         if not plan.off and step >= self._plain_due:
-            self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
-            self._plain_due = step + self._plain_interval
+            self._plain_measured(step)  # also where rows that do not choose go on with their drafts
             return plain
         trial = self._trial(problem, plan, step)
         if trial is None:
@@ -64,7 +68,7 @@ class Trials:
     def observe(self, plain: bool, seen: Mapping[int, Sequence[tuple[int, int]]], step: int) -> None:
         """What came of a step: whether it was a plain one, and the (asked, accepted) of drafts' rounds."""
         if plain:
-            self._plain_due = step + self._plain_interval
+            self._plain_measured(step)
         if self._trying is None:
             return
         self._left -= 1
@@ -75,9 +79,12 @@ class Trials:
         if asked and accepted >= PROMISING * asked:
             draft.due = step + 1
         else:
-            draft.interval = min(2 * draft.interval, LAST)
-            draft.due = step + draft.interval
+            draft.put_off(step)
         self._trying = None
+
+    def _plain_measured(self, step: int) -> None:
+        self._plain_seen += 1
+        self._plain_due = step + min(FIRST_PLAIN << min(self._plain_seen, 10), LAST_PLAIN)
 
     def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
         """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
@@ -89,7 +96,7 @@ class Trials:
         for number in sorted(waiting, key=lambda n: self._drafts[n].due):
             offer = next((offer for offer in problem.offers if offer.number == number), None)
             if offer is None or not _hopeful(problem, plan, offer):
-                self._drafts[number].due = step + self._drafts[number].interval
+                self._drafts[number].put_off(step)
                 continue
             trial = self._affordable(problem, plan, number)
             if trial is not None:

@@ -211,3 +211,42 @@ def test_the_real_control_in_a_crowded_engine(tiny):
 def test_without_a_control_nothing_can_be_left_open(tiny):
     with pytest.raises(InvalidValueError, match="auto"):
         make_engine(tiny).add([1, 2], greedy(), AUTO)
+
+
+class Scripted(AtRandom):
+    """An n-gram draft that is dropped in the tenth step, and chosen again from the twentieth on."""
+
+    def __init__(self):
+        super().__init__([DraftConfig(weights="ngram", gamma=1)])
+        self.steps = 0
+
+    def choice(self):
+        self.steps += 1
+        (draft,) = self.drafts
+        idle = 10 <= self.steps < 20
+        if idle:
+            return Choice(dropped=self.drafts if self.steps == 10 else ())
+        return Choice(replace(draft, gamma=4), self.drafts)
+
+    def told(self, seq):
+        return ()
+
+
+def test_a_state_that_is_dropped_is_gone_and_comes_back(tiny):
+    control = Scripted()
+    engine = Engine(tiny, EngineConfig(max_model_len=256, num_pages=64), control=control)
+    prompt, params, known = [1, 2, 3, 4] * 10, greedy(40), []
+    seq = engine.sequence(engine.add(prompt, params, AUTO))
+    states = engine.runner.draft(control.drafts[0])._states
+    while engine.has_work:
+        engine.step()
+        known.append(seq.id in states)
+    assert known[0] == 0  # it was not told of the prompt
+    assert known[1:10] == [True] * 9
+    assert known[10:20] == [False] * 10
+    assert known[20]
+    alone = make_engine(tiny)
+    other = alone.sequence(alone.add(prompt, params))
+    while alone.has_work:
+        alone.step()
+    assert seq.output_ids == other.output_ids

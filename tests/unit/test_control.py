@@ -284,6 +284,8 @@ def test_requests_with_drafts_of_their_own_keep_them():
         first, second, third = answer(control, [fixed, plain, auto], 9)
         assert (first, second) == (Choice(own, (own,)), Choice())
         assert third.draft is not None
+    later = [answer(control, [fixed, plain, auto], 9)[2].draft for _ in range(60)]
+    assert later.count(None) < 6  # plain decoding is measured, but not again and again because it never is all plain
     assert control.told(fixed) == (own,)
     assert control.evidence.pools[0].evidence(control._step) > 5
     assert control.choose([fixed, plain]) == [Choice(own, (own,)), Choice()]
