@@ -32,7 +32,7 @@ CONSIDERED: dict[str, tuple[DraftConfig, ...]] = {
     "cpu": (DraftConfig(budget=256), DraftConfig(weights="ngram")),
     "gpu": (DraftConfig(), DraftConfig(weights="ngram")),
 }
-UNKNOWN_ACCEPTANCE = {"ngram": 0.2}  # of weights without a figure; others: 0.7
+UNKNOWN_ACCEPTANCE = {"ngram": 0.1}  # of weights without a figure; others: 0.7
 PRIOR_LENGTH = 4096  # tokens, for which a figure is looked up
 VOCABULARY_PADDING = 0.01  # of the embedding's rows; members of a family differ by less
 

@@ -20,6 +20,7 @@ OWN = 1 - 1 / 24  # what a row keeps of its evidence from round to round, where 
 IDLE = 1 - 1 / 128  # of either, where it was not
 SLOW = 1 - 1 / 512  # of the long memory, which says what is usual of the draft's first position
 PRIOR_WEIGHT, POOL_WEIGHT = 1.0, 3.0  # tries that a prior and the usual count as
+RATIO_WEIGHT = 32.0  # tries that an assumed ratio of two drafts' refusals counts as
 DOUBTED = 2.0  # tries that old evidence counts as when the text has changed
 ALIKE, ALIKE_WEIGHT = 1 / 13, 4.0  # correlation of a row's tries before rows were compared, and what that counts as
 LEAST_ALIKE, MOST_ALIKE = 0.02, 0.8
@@ -99,12 +100,20 @@ class Pool:
         counts = self.counts.at(step)
         out, before = [], self.usual
         if beside is not None:
-            ratio = (1 - self.usual) / max(1 - beside.usual, 1 - HIGH)
-            before = min(max(1 - ratio * (1 - beside.rates(step)[0]), LOW), HIGH)
+            before = min(max(1 - self._refusals_over(beside) * (1 - beside.rates(step)[0]), LOW), HIGH)
         for tried, stood in zip(counts.tried, counts.stood, strict=True):
             before = (stood + POOL_WEIGHT * before) / (tried + POOL_WEIGHT)
             out.append(before)
         return out
+
+    def _refusals_over(self, other: Pool) -> float:
+        """How many times as often as the other draft's tokens its own are refused: as assumed, later as seen."""
+        assumed, seen = (
+            (1 - a) / max(1 - b, 1 - HIGH) for a, b in ((self.prior, other.prior), (self.usual, other.usual))
+        )
+        tried = min(self._usual_tried, other._usual_tried)
+        weight = tried / (tried + RATIO_WEIGHT)
+        return assumed ** (1 - weight) * seen**weight
 
 
 class Own(Counts):

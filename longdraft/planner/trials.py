@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from longdraft.planner.joint import Offer, Plan, Problem
 
-SHARE = 1 / 250  # of the predicted time
-MOST_CREDIT = 16  # plain steps' worth
+SHARE = 1 / 300  # of the predicted time
+FIRST_CREDIT, MOST_CREDIT = 1, 16  # plain steps' worth: to get to know the drafts, and at most
 HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
 WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
 FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
 FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
+TRIES = 4  # proposed tokens that a trial takes at least, over so many rounds at most
 PROMISING = 0.7  # share of accepted tokens that calls for another round at once
 
 
@@ -39,14 +40,17 @@ class Trials:
     """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can."""
 
     def __init__(self, slow: Sequence[bool]) -> None:
-        self.slow, self.credit = slow, 0.0
+        self.slow = slow
+        self.credit: float | None = None  # seconds; a first one is given when steps have a price
         self._drafts = [_Draft() for _ in slow]
         self._plain_due, self._plain_seen = FIRST_PLAIN, 0
         self._trying: int | None = None
-        self._left = 0  # rounds of the trial under way
+        self._left = self._asked = self._accepted = 0  # rounds of the trial under way, and what came of it
 
     def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
         """``plan``, or what is tried instead in this step."""
+        if self.credit is None:
+            self.credit = FIRST_CREDIT * plain.seconds
         self.credit = min(self.credit + SHARE * plan.seconds, MOST_CREDIT * plain.seconds)
         for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
             self._drafts[number].due = step + FIRST
@@ -72,11 +76,12 @@ class Trials:
         if self._trying is None:
             return
         self._left -= 1
-        if self._left > 0:
+        for asked, accepted in seen.get(self._trying, ()):
+            self._asked, self._accepted = self._asked + asked, self._accepted + accepted
+        if self._left > 0 and self._asked < TRIES:
             return
-        draft, tries = self._drafts[self._trying], seen.get(self._trying, ())
-        asked, accepted = (sum(column) for column in zip(*tries, strict=True)) if tries else (0, 0)
-        if asked and accepted >= PROMISING * asked:
+        draft = self._drafts[self._trying]
+        if self._asked and self._accepted >= PROMISING * self._asked:
             draft.due = step + 1
         else:
             draft.put_off(step)
@@ -100,7 +105,8 @@ class Trials:
                 continue
             trial = self._affordable(problem, plan, number)
             if trial is not None:
-                self._trying, self._left = number, 1 + self.slow[number]
+                self._trying, self._left = number, TRIES + self.slow[number]
+                self._asked = self._accepted = 0
             return trial
         return None
 

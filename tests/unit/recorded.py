@@ -79,6 +79,7 @@ class World:
         self.control, self.costs, self.truth, self.rng = control, costs, truth, random.Random(seed)
         self.seqs = [sequence(number, length) for number, length in enumerate(lengths)]
         self.seconds, self.tokens, self.plain_s, self.steps = 0.0, 0, 0.0, []
+        self.deserved = 0.0  # the mean of tokens, luck apart
 
     def step(self):
         lengths = [seq.num_committed for seq in self.seqs]
@@ -105,8 +106,10 @@ class World:
 
     def round(self, i, row):
         seq, accepted = row.seq, 0
+        self.deserved += 1
         if row.room:
             rate = self.truth(row.choice.draft, i, len(seq.output_ids))
+            self.deserved += sum(rate**k for k in range(1, row.room + 1))
             while accepted < row.room and self.rng.random() < rate:
                 accepted += 1
         seq.stats.count(row.room, accepted, accepted + 1)
