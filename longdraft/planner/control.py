@@ -173,11 +173,12 @@ class Controller:
         rows = [self._rows.setdefault(seqs[i].id, _Row()) for i in choosing]
         awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
         costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
-        offers = self.evidence.offers([seqs[i].id for i in choosing], self._step)
+        ids = [seqs[i].id for i in choosing]
+        offers = self.evidence.offers(ids, self._step)
         room = [(seqs[i].draft.gamma, seqs[i].max_total - len(seqs[i].ids) - 1) for i in choosing]
         caps = [max(0, min(self.max_gamma, *limits)) for limits in room]
         others = sum(_tokens_per_pass(seq) for seq in seqs if not isinstance(seq.draft, AutoDraft))
-        return Problem(costs, offers, caps, others)
+        return Problem(costs, offers, caps, others, ids)
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""

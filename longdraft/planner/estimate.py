@@ -26,6 +26,8 @@ ALIKE, ALIKE_WEIGHT = 1 / 13, 4.0  # correlation of a row's tries before rows we
 LEAST_ALIKE, MOST_ALIKE = 0.02, 0.8
 LOW, HIGH = 0.005, 0.995
 
+Try = tuple[int, int, int]  # of a round: sequence id, tokens asked for, tokens that stood
+
 
 class Counts:
     """Fading counts by position: how often a token was reached for, and how often it stood."""
@@ -70,14 +72,14 @@ class Pool:
         self.counts = Counts(positions)
         self._usual_tried = self._usual_stood = 0.0
 
-    def observe(self, step: int, rounds: Sequence[tuple[int, int]]) -> None:
-        """The (asked, accepted) of all rows for which the draft was asked in a step."""
+    def observe(self, step: int, rounds: Sequence[Try]) -> None:
+        """Of all rows for which the draft was asked in a step."""
         counts = self.counts.at(step)
         fewest, most = POOL_ROUNDS
-        counts.fade(max(asked for asked, _ in rounds), 1 - 1 / min(max(POOL_TRIES / len(rounds), fewest), most))
+        counts.fade(max(asked for _, asked, _ in rounds), 1 - 1 / min(max(POOL_TRIES / len(rounds), fewest), most))
         self._usual_tried *= SLOW
         self._usual_stood *= SLOW
-        for asked, accepted in rounds:
+        for _, asked, accepted in rounds:
             counts.add(asked, accepted)
             self._usual_tried += 1
             self._usual_stood += accepted > 0

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Round
-from longdraft.planner.estimate import Own, Pool, pool_weight, survival
+from longdraft.planner.estimate import Own, Pool, Try, pool_weight, survival
 from longdraft.planner.joint import Offer
 
 ENOUGH = 1.0  # tries that a draft must have seen lately to be chosen
-Tries = list[tuple[int, int]]  # (asked, accepted) of rounds
 
 
 class Evidence:
@@ -43,18 +42,18 @@ class Evidence:
         tested = [offer for offer in offers if self.pools[offer.number].evidence(step) >= ENOUGH]
         return tested if tested or step > 1 else offers
 
-    def observe(self, rounds: Sequence[Round], step: int, blind: Sequence[Round]) -> dict[int, Tries]:
+    def observe(self, rounds: Sequence[Round], step: int, blind: Sequence[Round]) -> dict[int, list[Try]]:
         """What rounds say of drafts that are known here, under the coupled rule; returned by their numbers.
 
         ``blind`` rounds say nothing.
         """
-        seen: dict[int, Tries] = {}
+        seen: dict[int, list[Try]] = {}
         for r in rounds:
             draft = r.row.choice.draft
             number = self.numbers.get(draft_key(draft)) if draft and r.asked else None
             if number is None or draft.sampling_rule != "coupled" or r in blind:
                 continue
-            seen.setdefault(number, []).append((r.asked, r.accepted))
+            seen.setdefault(number, []).append((r.row.seq.id, r.asked, r.accepted))
             own = self._own.setdefault(r.row.seq.id, {}).setdefault(number, Own(self.positions))
             own.observe(step, r.asked, r.accepted)
         for number, tries in seen.items():

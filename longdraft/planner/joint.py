@@ -73,12 +73,13 @@ class Plan:
 
 @dataclass
 class Problem:
-    """``caps`` bounds each row's γ; ``others`` are tokens per step of rows that do not choose."""
+    """``caps`` bounds each row's γ, ``others`` are tokens per step of other rows, ``ids`` name the rows."""
 
     costs: Costs
     offers: Sequence[Offer]
     caps: Sequence[int]
     others: float = 0.0
+    ids: Sequence[int] = ()
     _margins: dict[int, float] = field(default_factory=dict)
 
     def plan(self, drafts: Sequence[int | None], gammas: Sequence[int]) -> Plan:

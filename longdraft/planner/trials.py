@@ -8,8 +8,9 @@ from a credit of one part in so many of all predicted time, and come more rarely
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from longdraft.planner.estimate import Try
 from longdraft.planner.joint import Offer, Plan, Problem
 
 SHARE = 1 / 300  # of the predicted time
@@ -20,7 +21,7 @@ GAMMA = 1
 FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
 FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
 TRIES = 4  # proposed tokens that a trial takes at least, over so many rounds at most
-PROMISING = 0.7  # share of accepted tokens that calls for another round at once
+PROMISING = 0.7  # share of accepted tokens of a row that calls for another round at once
 
 
 @dataclass
@@ -29,11 +30,37 @@ class _Draft:
 
     due: int = 0
     interval: int = FIRST
+    promising: frozenset[int] = frozenset()  # ids of the sequences for which it did well in the last trial
 
     def put_off(self, step: int) -> None:
         """It changed nothing, or would not: later, and later each time."""
-        self.interval = min(2 * self.interval, LAST)
+        self.interval, self.promising = min(2 * self.interval, LAST), frozenset()
         self.due = step + self.interval
+
+
+@dataclass
+class _Trial:
+    """One that is under way, over ``left`` more rounds at most."""
+
+    number: int
+    left: int
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence id → (asked, accepted)
+
+    @property
+    def asked(self) -> int:
+        """Proposed tokens so far."""
+        return sum(asked for asked, _ in self.rows.values())
+
+    def note(self, tries: Sequence[Try]) -> None:
+        """Its next round."""
+        self.left -= 1
+        for seq_id, asked, accepted in tries:
+            before = self.rows.get(seq_id, (0, 0))
+            self.rows[seq_id] = before[0] + asked, before[1] + accepted
+
+    def promising(self) -> frozenset[int]:
+        """The sequences for which it did well."""
+        return frozenset(i for i, (asked, accepted) in self.rows.items() if accepted >= PROMISING * asked)
 
 
 class Trials:
@@ -44,8 +71,7 @@ class Trials:
         self.credit: float | None = None  # seconds; a first one is given when steps have a price
         self._drafts = [_Draft() for _ in slow]
         self._plain_due, self._plain_seen = FIRST_PLAIN, 0
-        self._trying: int | None = None
-        self._left = self._asked = self._accepted = 0  # rounds of the trial under way, and what came of it
+        self._under_way: _Trial | None = None
 
     def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
         """``plan``, or what is tried instead in this step."""
@@ -67,25 +93,26 @@ class Trials:
     def begin_anew(self, step: int) -> None:
         """Try every draft soon."""
         for draft in self._drafts:
-            draft.interval, draft.due = FIRST, min(draft.due, step + 1)
+            draft.interval, draft.due, draft.promising = FIRST, min(draft.due, step + 1), frozenset()
 
-    def observe(self, plain: bool, seen: Mapping[int, Sequence[tuple[int, int]]], step: int) -> None:
-        """What came of a step: whether it was a plain one, and the (asked, accepted) of drafts' rounds."""
+    def observe(self, plain: bool, seen: Mapping[int, Sequence[Try]], step: int) -> None:
+        """What came of a step: whether it was a plain one, and the rounds of drafts by their numbers."""
         if plain:
             self._plain_measured(step)
-        if self._trying is None:
+        if self._under_way is None:
             return
-        self._left -= 1
-        for asked, accepted in seen.get(self._trying, ()):
-            self._asked, self._accepted = self._asked + asked, self._accepted + accepted
-        if self._left > 0 and self._asked < TRIES:
+        trial = self._under_way
+        trial.note(seen.get(trial.number, ()))
+        if trial.left > 0 and trial.asked < TRIES:
             return
-        draft = self._drafts[self._trying]
-        if self._asked and self._accepted >= PROMISING * self._asked:
+        self._under_way, draft = None, self._drafts[trial.number]
+        draft.promising = trial.promising()
+        if draft.promising:
             draft.due = step + 1
         else:
             draft.put_off(step)
-        self._trying = None
+        if len(draft.promising) > len(trial.rows) / 2:
+            draft.promising = frozenset()  # then it may be so for all
 
     def _plain_measured(self, step: int) -> None:
         self._plain_seen += 1
@@ -93,10 +120,10 @@ class Trials:
 
     def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
         """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
-        if self._trying is not None and self._trying in plan.drafts:
-            self._trying = None
-        if self._trying is not None:
-            return self._affordable(problem, plan, self._trying) or plan
+        if self._under_way is not None:
+            if self._under_way.number not in plan.drafts:
+                return self._affordable(problem, plan, self._under_way.number) or plan
+            self._under_way = None
         waiting = [n for n, draft in enumerate(self._drafts) if draft.due <= step and n not in plan.drafts]
         for number in sorted(waiting, key=lambda n: self._drafts[n].due):
             offer = next((offer for offer in problem.offers if offer.number == number), None)
@@ -105,14 +132,17 @@ class Trials:
                 continue
             trial = self._affordable(problem, plan, number)
             if trial is not None:
-                self._trying, self._left = number, TRIES + self.slow[number]
-                self._asked = self._accepted = 0
+                self._under_way = _Trial(number, TRIES + self.slow[number])
             return trial
         return None
 
     def _affordable(self, problem: Problem, plan: Plan, number: int) -> Plan | None:
-        """``plan`` with this draft for all rows, for half of them, … or for one, as the credit allows."""
-        rows = [i for i, cap in enumerate(problem.caps) if cap]
+        """``plan`` with this draft for all rows, for half of them, … or for one, as the credit allows.
+
+        If some rows did well in the last trial, it is for these.
+        """
+        rows, promising = [i for i, cap in enumerate(problem.caps) if cap], self._drafts[number].promising
+        rows = [i for i in rows if problem.ids[i] in promising] or rows
         while rows:
             drafts, gammas = list(plan.drafts), list(plan.gammas)
             for i in rows:

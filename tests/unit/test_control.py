@@ -92,7 +92,7 @@ def test_a_mixed_batch_gains_over_always_and_never():
     late = world.steps[-60:]
     drafted = [sum(rows[i][1] > 0 for rows in late) for i in range(8)]
     assert min(drafted[:2]) > 45
-    assert max(drafted[2:]) < 15
+    assert sum(drafted[2:]) < 0.2 * 6 * 60  # tried now and then, as they might have changed
     seconds = world.costs.target([7200] * 8, [5] * 8) + world.costs.draft(INT8, [7200] * 8, [4] * 8)
     always = sum(sum(rate**k for k in range(5)) for rate in rates) / seconds
     never = 8 / world.costs.target([7200] * 8, [1] * 8)
@@ -163,7 +163,7 @@ def test_caps_and_rows_that_do_not_choose():
 def test_acceptance_is_that_of_tokens_reached_for():
     """Rounds of two, of which two, one and none stood: 2 of 3 at the first position, 1 of 2 at the second, no more."""
     pool = Pool(4, prior=0.5)
-    pool.observe(1, [(2, 2), (2, 1), (2, 0)])
+    pool.observe(1, [(0, 2, 2), (1, 2, 1), (2, 2, 0)])
     assert pool.counts.tried == [3, 2, 0, 0]
     assert pool.counts.stood == [2, 1, 0, 0]
     rates = pool.rates(1)
@@ -177,13 +177,13 @@ def test_estimates_of_censored_rounds_are_right_and_fade():
     for step in range(1, 400):
         asked = rng.randint(1, 4)
         accepted = next((k for k in range(asked) if rng.random() > true[k]), asked)
-        pool.observe(step, [(asked, accepted)] * 1)
+        pool.observe(step, [(0, asked, accepted)])
         own.observe(step, asked, accepted)
     assert pool.rates(step) == pytest.approx(true, abs=0.2)
     assert own.rates(step, true, 12) == pytest.approx(true, abs=0.1)
     before = pool.rates(step)[0]
     for step in range(400, 480):
-        pool.observe(step, [(1, 0)])
+        pool.observe(step, [(0, 1, 0)])
     assert pool.rates(step)[0] < 0.2 < before
     assert pool.evidence(step) > 10 * pool.evidence(step + 600)
 
@@ -203,10 +203,10 @@ def test_an_unseen_position_is_what_the_seen_one_is():
     """After a while of short rounds a longer one is as good as they are, whatever it was once."""
     pool = Pool(2, prior=0.5)
     for step in range(1, 60):
-        pool.observe(step, [(2, 1)])
+        pool.observe(step, [(0, 2, 1)])
     assert pool.rates(60)[1] < 0.2
     for step in range(60, 800):
-        pool.observe(step, [(1, 1)])
+        pool.observe(step, [(0, 1, 1)])
     assert pool.rates(800)[1] > 0.8
 
 
