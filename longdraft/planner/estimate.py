@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-POOL_TRIES, POOL_ROUNDS = (
-    96,
-    (8, 32),
-)  # a pool remembers so many tries of a position, over so many rounds at least, at most
+POOL_TRIES = 96  # that a pool remembers of a position, but over no fewer and no more rounds than
+POOL_ROUNDS = 8, 32
 OWN = 1 - 1 / 24  # what a row keeps of its evidence from round to round, where the position was reached for
 IDLE = 1 - 1 / 128  # of either, where it was not
 SLOW = 1 - 1 / 512  # of the long memory, which says what is usual of the draft's first position
