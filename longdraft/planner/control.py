@@ -184,7 +184,7 @@ class Controller:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
         row = self._rows[seq.id]
         if number is not None:
-            if number not in row.kept:
+            if number not in row.kept and self.prices.wake(self.drafts[number], seq.num_committed) > 0:
                 self._now.woken.add(seq.id)
             row.kept[number] = 0.0
         dropped = tuple(self.drafts[n] for n in row.dropped if n not in row.kept)
