@@ -50,7 +50,7 @@ def _model_name(name: str) -> str:
     """``name``, if it can be a model's; else it was meant to be a draft's."""
     if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or any(look_up(name)[1:]):
         return name
-    raise InvalidValueError("draft", name, f"must be auto, one of {', '.join(NAMED)}, or a model's path or name")
+    raise InvalidValueError("draft", name, f"must be one of auto, {', '.join(NAMED)}, or a model's path or name")
 
 
 def load_draft(name: str, target: Checkpoint, download: bool) -> Checkpoint:
