@@ -13,6 +13,7 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.cli.app import app
+from longdraft.cli.bench import _lines, make_arms
 from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from tests.e2e.test_cli import longdraft
@@ -90,6 +91,14 @@ def test_an_arm_whose_drafts_are_chosen(llm, rate):
     assert {one["draft"] for one in chosen} <= {"off", "streaming_llm, budget 256", "ngram"}
     assert min(auto.control["predicted_speedup"], auto.control["realised_speedup"]) > 0
     assert json.dumps(report)
+    lines = {name: values for name, _, values in _lines([auto, fixed])}
+    assert lines["Eq. 2 residual"][0].endswith("%")
+    assert lines["Eq. 2 residual"][1] == ""
+
+
+def test_auto_is_one_arm_whatever_budgets_and_gammas_are_asked_for():
+    arms = make_arms(["auto", "streaming_llm"], [16, 32], [1, 2], None)
+    assert [arm.label for arm in arms] == ["auto", *(f"streaming_llm {b} γ{g}" for b in (16, 32) for g in (1, 2))]
 
 
 def test_tokens_and_order_of_turns(llm, monkeypatch):
@@ -236,17 +245,15 @@ def test_a_difference_is_exit_status_1(folder, monkeypatch, wrong_verify):
 def test_the_verb(tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     sizes = ("--batch", "2", "--batch", "9", "--context", "40", "--budget", "16", "--gamma", "1", "--gamma", "2")
-    short = ("--rounds", "2", "--round-tokens", "2", "--draft", "streaming_llm", "--draft", "ngram", "--draft", "auto")
+    short = ("--rounds", "2", "--round-tokens", "2", "--draft", "streaming_llm", "--draft", "ngram")
     done = longdraft("bench", "decode", *sizes, *short, "--json", str(file), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads(file.read_text())
     assert report.keys() == {"machine", "model", "cells", "peers"}
     assert {"name", "dtype", "kv_dtype", "weight_bytes", "kv_bytes_per_token"} <= report["model"].keys()
-    assert len(report["cells"]) == 10  # auto once: it chooses γ itself
-    assert all(cell.keys() - {"control"} == CELL and cell["identical"] for cell in report["cells"])
-    assert [cell["draft"] for cell in report["cells"] if "control" in cell] == ["auto", "auto"]
-    assert "Eq. 2 residual" in done.stdout
+    assert len(report["cells"]) == 8
+    assert all(cell.keys() == CELL and cell["identical"] for cell in report["cells"])
     assert picture.read_bytes().startswith(PNG)
     assert "repeated 8-grams" in done.stdout
 

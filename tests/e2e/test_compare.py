@@ -85,21 +85,22 @@ def test_wrong_drafts_are_refused(folder, draft, words):
 
 def test_a_draft_that_is_chosen_shows_what_was_chosen(folder, llm):
     """As the LLM's own, for one call, and compared; a call may also name another draft, or none."""
-    plain = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, PARAMS[1])]
+    params = replace(PARAMS[1], max_tokens=12)
+    plain = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, params)]
     auto = LLM(folder, "auto", dtype="float64", kv_cache_memory_bytes=2**22)
-    for results in (auto.generate(PROMPTS, PARAMS[1]), llm.generate(PROMPTS, PARAMS[1], draft="auto")):
+    for results in (auto.generate(PROMPTS, params), llm.generate(PROMPTS, params, draft="auto")):
         assert [r.outputs[0].token_ids for r in results] == plain
         for stats in (r.stats for r in results):
             assert stats.control.rounds.total() + stats.control.off.total() == stats.verify_passes > 0
             assert stats.control.report()["chosen"]
     for draft in (None, "ngram", DraftConfig(budget=16)):
-        results = auto.generate(PROMPTS, PARAMS[1], draft=draft)
+        results = auto.generate(PROMPTS, params, draft=draft)
         assert [r.outputs[0].token_ids for r in results] == plain
         assert all(r.stats.control is None for r in results)
         assert any(r.stats.drafted for r in results) == isinstance(draft, DraftConfig)
-    with auto.stream(PROMPTS[0], PARAMS[1], draft=None) as stream:
+    with auto.stream(PROMPTS[0], params, draft=None) as stream:
         assert [t for piece in stream for t in piece.token_ids] == plain[0]
-    result = compare(llm, PROMPTS, PARAMS[0], AutoDraft())
+    result = compare(llm, PROMPTS, params, AutoDraft())
     assert result.identical
     assert result.held
     assert result.speculative["control"]["chosen"]
