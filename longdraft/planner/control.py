@@ -182,7 +182,7 @@ class Controller:
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
-        row = self._rows[seq.id]
+        row = self._rows.setdefault(seq.id, _Row())  # it may have been preempted since the plan was made
         if number is not None:
             if number not in row.kept and self.prices.wake(self.drafts[number], seq.num_committed) > 0:
                 self._now.woken.add(seq.id)

@@ -265,6 +265,9 @@ def test_a_fork_has_its_sources_states_and_the_dead_have_none():
     assert control.told(child) == control.told(source) != ()
     control.release(0)
     assert control.told(source) == ()
+    (again,) = answer(control, [source], 9)  # preempted and filled again while its plan stood
+    assert again.told == control.told(source) != ()
+    control.release(0)
     plain = replace(child, id=2, draft=None)
     control.fork(child, plain)
     assert control.told(plain) == ()
