@@ -267,7 +267,7 @@ class LLM:
         self, prompt: EncodedPrompt, params: SamplingParams, draft: Draft | Same, index: int, count: int
     ) -> Request:
         try:
-            return self.submit(prompt, params, draft=draft)
+            return self.submit(prompt, params, None, draft)
         except InvalidValueError as error:
             if count == 1:
                 raise
