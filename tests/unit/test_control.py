@@ -10,6 +10,7 @@ import pytest
 from longdraft.config import AutoDraft, DraftConfig
 from longdraft.core import Choice, Round, Row
 from longdraft.outputs import ControlStats
+from longdraft.planner.batch import BatchCosts
 from longdraft.planner.candidates import CONSIDERED, Target, prior
 from longdraft.planner.catalogue import known_models
 from longdraft.planner.control import Controller
@@ -223,6 +224,60 @@ def test_pace_learns_the_scale_and_each_kinds_own_error():
     for _ in range(60):  # the machine slows down; what was not seen is known to be slower, too
         pace.observe("a", 6.0, 1.0)
     assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.1)
+
+
+class Flat:
+    """A pass takes a second; a drafted token takes ``draft_s``."""
+
+    def __init__(self, draft_s):
+        self.draft_s = draft_s
+
+    def target(self, lengths, tokens):
+        return 1.0
+
+    def draft(self, config, lengths, gammas):
+        return self.draft_s * max(gammas)
+
+    def upkeep(self, config, lengths):
+        return 0.0
+
+    wake = upkeep
+
+
+@pytest.mark.parametrize(("draft_s", "starts"), [(0.88, False), (0.84, True)])  # 1.9 tokens in 1.88 or 1.84 s
+def test_a_gain_of_one_per_cent_is_not_worth_starting_for(draft_s, starts):
+    (choice,) = Controller(Flat(draft_s), {INT8: 0.9}).choose([sequence(0, 100)])
+    assert (choice.draft is not None) == starts
+
+
+def test_what_was_not_seen_lately_is_not_chosen_and_old_evidence_fades_when_another_comes_into_use():
+    control = Controller(EPYC, {INT8: 0.6, WINDOW: 0.99, NGRAM: 0.1})
+    seen, untested, failed = control.evidence.pools
+    for _ in range(20):
+        seen.observe(1, [(0, 4, 3)] * 8)
+        failed.observe(1, [(0, 1, 0)] * 8)
+    control._step = 1
+    (choice,) = control.choose([sequence(0, 7000)])
+    assert replace(choice.draft, gamma=1) == INT8
+    assert untested.evidence(2) == 0
+    assert failed.evidence(2) <= 2 < seen.evidence(2)
+
+
+def test_the_maximal_rule_says_nothing_of_the_coupled_one():
+    control = Controller(EPYC, DRAFTS)
+    for rule, evidence in (("maximal", 0), ("coupled", 1)):
+        answer(control, [replace(sequence(0, 7000), draft=replace(INT8, gamma=2, sampling_rule=rule))], 9)
+        assert control.evidence.pools[0].evidence(0) == evidence
+
+
+def test_a_pass_costs_its_price_times_the_pace_of_its_kind():
+    pace, seqs = Pace(), [sequence(0, 7000)]
+    for _ in range(60):
+        pace.observe(("target", 1), 1.0, 1.0)
+        pace.observe(("target", 4), 1.5, 1.0)
+    costs = BatchCosts(EPYC, pace, (INT8,), seqs, [0], {})
+    dear = costs.target([4]) / EPYC.target([7000], [4])
+    assert dear / (costs.target([1]) / EPYC.target([7000], [1])) == pytest.approx(1.5, rel=0.05)
 
 
 # --- states of drafts
