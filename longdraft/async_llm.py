@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from longdraft.config import DEFAULT_DRAFT
 from longdraft.errors import InvalidValueError, LongDraftError
 from longdraft.llm import LLM, Message
-from longdraft.llm_draft import Draft
+from longdraft.llm_draft import SAME, Draft, Same
 from longdraft.outputs import RequestOutput, StreamOutput
 from longdraft.prompts import EncodedPrompt, Prompt, encode, one_each
 from longdraft.request import Request
@@ -63,6 +64,7 @@ class _Job:
     prompt: EncodedPrompt
     params: SamplingParams
     streamed: bool
+    draft: Draft | Same = SAME
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     arrived: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     dropped: bool = False  # nobody waits for it any more
@@ -165,7 +167,7 @@ class _EngineThread:
             return
         sink = partial(self._post, job) if job.streamed else None
         try:
-            job.request = self._llm.submit(job.prompt, job.params, sink)
+            job.request = self._llm.submit(job.prompt, job.params, sink, job.draft)
         except BaseException as error:  # the job is nowhere but here: whatever happens, its caller must hear of it
             self._post(job, _Failure(error))
         else:
@@ -265,7 +267,7 @@ class AsyncLLM:
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
-        draft: Draft = None,
+        draft: Draft = DEFAULT_DRAFT,
         **settings: Any,  # noqa: ANN401 - those of LLM
     ) -> None:
         self._own(LLM(model, draft, **settings))
@@ -288,25 +290,36 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
 
-    async def agenerate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
+    async def agenerate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> RequestOutput:
         """Complete one prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
 
-        ``None`` is ``llm.default_sampling_params``. Raises ``InvalidValueError`` or ``ContextLengthError`` for what is
-        unusable, and ``InvalidValueError`` when closed, before or meanwhile.
+        Without ``sampling_params`` they are ``llm.default_sampling_params``; ``draft``: as in ``LLM.generate``. Raises
+        ``InvalidValueError`` or ``ContextLengthError`` for what is unusable, and ``InvalidValueError`` when closed,
+        before or meanwhile.
         """
-        return await self._result(self._encode, prompt, sampling_params)
+        return await self._result(self._encode, prompt, sampling_params, draft)
 
-    async def achat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+    async def achat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> RequestOutput:
         """Answer one conversation: a list of messages with ``role`` and ``content``. Raises ``TemplateError``, too."""
-        return await self._result(self._encode_chat, messages, sampling_params)
+        return await self._result(self._encode_chat, messages, sampling_params, draft)
 
-    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncStream:
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> AsyncStream:
         """Complete one prompt and give its text as it comes. It starts, and is checked, when it is first read."""
-        return AsyncStream(partial(self._prepare, self._encode, prompt, sampling_params, True), self._thread)
+        return AsyncStream(partial(self._prepare, self._encode, prompt, sampling_params, draft, True), self._thread)
 
-    def astream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> AsyncStream:
+    def astream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> AsyncStream:
         """Answer one conversation as ``astream`` does."""
-        return AsyncStream(partial(self._prepare, self._encode_chat, messages, sampling_params, True), self._thread)
+        return AsyncStream(
+            partial(self._prepare, self._encode_chat, messages, sampling_params, draft, True), self._thread
+        )
 
     async def close(self) -> None:
         """End what is in flight (its callers get ``InvalidValueError``) and the thread. Closing again is fine."""
@@ -330,17 +343,26 @@ class AsyncLLM:
         return EncodedPrompt(self.llm.encode_chat(messages))
 
     async def _prepare(
-        self, encoder: Callable[[Any], EncodedPrompt], source: object, params: SamplingParams | None, streamed: bool
+        self,
+        encoder: Callable[[Any], EncodedPrompt],
+        source: object,
+        params: SamplingParams | None,
+        draft: Draft | Same,
+        streamed: bool,
     ) -> _Job:
         self._thread.check()
         (params,) = one_each(params, 1, self.llm.default_sampling_params)
         prompt = await asyncio.to_thread(encoder, source)  # a long text takes seconds
-        return _Job(prompt, params, streamed)
+        return _Job(prompt, params, streamed, draft)
 
     async def _result(
-        self, encoder: Callable[[Any], EncodedPrompt], source: object, params: SamplingParams | None
+        self,
+        encoder: Callable[[Any], EncodedPrompt],
+        source: object,
+        params: SamplingParams | None,
+        draft: Draft | Same,
     ) -> RequestOutput:
-        job = await self._prepare(encoder, source, params, False)
+        job = await self._prepare(encoder, source, params, draft, False)
         self._thread.put(job)
         try:
             return await job.next()

@@ -37,6 +37,9 @@ class Needs:
         """Of how many of a sequence's last tokens anything is wanted."""
         return max(self.queries, self.page_mass)
 
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(max(self.queries, other.queries), max(self.page_mass, other.page_mass))
+
 
 NOTHING = Needs()
 
@@ -102,6 +105,11 @@ class Seen:
             return new.last(keep)
         old = self.since(max(self.start, self.stop - more))
         return Seen(old.start, _join(old.queries, new.queries), _join(old.page_mass, new.page_mass))
+
+    def only(self, needs: Needs) -> Seen | None:
+        """The kinds that ``needs`` names; ``None`` if there are none of them."""
+        kept = self.queries if needs.queries else None, self.page_mass if needs.page_mass else None
+        return None if all(x is None for x in kept) else Seen(self.start, *kept)
 
     def last(self, keep: int) -> Seen:
         """This, cut to the last ``keep`` tokens; a copy, since a view would hold on to all that the pass captured."""

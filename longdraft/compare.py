@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from longdraft.config import DraftConfig
+from longdraft.config import AutoDraft, DraftConfig
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, rounding, tier
 from longdraft.llm import LLM
+from longdraft.outputs import ControlStats
 from longdraft.request import output_text
 from longdraft.sampling_params import SamplingParams
 
@@ -46,7 +47,10 @@ class Group:
         stats = [seq.stats for seq in self.sequences]
         tokens, passes = sum(s.decode_tokens for s in stats), sum(s.verify_passes for s in stats)
         drafted, accepted = sum_by_position(s.drafted for s in stats), sum_by_position(s.accepted for s in stats)
+        chose = any(isinstance(seq.draft, AutoDraft) for seq in self.sequences)
+        control = ControlStats.total(s.control for s in stats).report() if chose else None
         return {
+            **({"control": control} if control else {}),
             "tokens_per_s": tokens / self.decode_s if self.decode_s else 0.0,
             "tokens": self.tokens,
             "decode_tokens": tokens,
@@ -123,7 +127,7 @@ def compare(
     llm: LLM,
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    draft: DraftConfig,
+    draft: DraftConfig | AutoDraft,
     on_progress: OnProgress | None = None,
 ) -> Comparison:
     """Decode token-id ``prompts`` plainly and with ``draft``; nothing of them stays in the engine.
@@ -189,7 +193,7 @@ def _compared(
     plain: Group,
     speculative: Group,
     params: SamplingParams,
-    draft: DraftConfig,
+    draft: DraftConfig | AutoDraft,
     prefill_s: tuple[float, float],  # the target's, and what the draft took besides
 ) -> Comparison:
     exactness = tier(llm.model, draft, greedy=params.greedy)
@@ -220,13 +224,14 @@ def _compared(
     )
 
 
-def _draft_bytes(llm: LLM, draft: DraftConfig, sequences: list[EngineSequence]) -> dict[str, object]:
-    """What the draft keeps beyond the target's cache, and what it and the target read of KV per token, at the end."""
-    made, per_token = llm.engine.runner.draft(draft), llm.engine.store.bytes_per_token
-    lengths = [len(seq.ids) for seq in sequences]
+def _draft_bytes(llm: LLM, draft: DraftConfig | AutoDraft, sequences: list[EngineSequence]) -> dict[str, object]:
+    """What drafts keep beyond the target's cache, and what a draft (of several: the most) and the target read of KV
+    per token, at the end."""
+    engine, lengths = llm.engine, [len(seq.ids) for seq in sequences]
+    made = [engine.runner.draft(config) for config in engine.drafts_of(draft)]
     return {
-        "draft_kv_bytes": sum(made.bytes(n) for n in lengths),
-        "draft_note_bytes": sum(made.note_bytes(n) for n in lengths),
-        "kv_bytes_read_per_draft_token": sum(made.bytes_read(n) for n in lengths) / len(lengths),
-        "kv_bytes_read_per_plain_token": sum(lengths) * per_token / len(lengths),
+        "draft_kv_bytes": sum(one.bytes(n) for one in made for n in lengths),
+        "draft_note_bytes": sum(one.note_bytes(n) for one in made for n in lengths),
+        "kv_bytes_read_per_draft_token": max(sum(one.bytes_read(n) for n in lengths) for one in made) / len(lengths),
+        "kv_bytes_read_per_plain_token": sum(lengths) * engine.store.bytes_per_token / len(lengths),
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import PurePath
+from typing import ClassVar
 
 from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
 MAX_GAMMA = 64  # tokens proposed per verify pass
+DEFAULT_DRAFT: str | None = None  # what drafts where nobody says; "auto": online control chooses
 
 
 def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:
@@ -106,6 +109,29 @@ class DraftConfig:
     def own_model(self) -> bool:
         """Whether the weights are a model's that has to be loaded beside the target."""
         return self.weights not in (*TARGETS, "ngram")
+
+
+@lru_cache(maxsize=256)
+def draft_key(config: DraftConfig) -> DraftConfig:
+    """What a draft is made from, and known by: γ and the rule are the business of its rounds."""
+    return replace(config, gamma=1, sampling_rule="coupled")
+
+
+@dataclass(frozen=True)
+class AutoDraft:
+    """Who proposes, and how many tokens, is chosen anew at every step, by what it is predicted to gain.
+
+    At most ``gamma`` tokens are proposed per verify pass. The rule is the coupled one: what is returned is what plain
+    decoding gives, whatever is chosen.
+    """
+
+    gamma: int = 8
+    label: ClassVar[str] = "auto"
+    sampling_rule: ClassVar[str] = "coupled"
+    own_model: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, MAX_GAMMA))
 
 
 @dataclass(frozen=True)

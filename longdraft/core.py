@@ -12,8 +12,8 @@ from enum import Enum
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from longdraft.config import DraftConfig
-from longdraft.outputs import Logprob
+from longdraft.config import AutoDraft, DraftConfig
+from longdraft.outputs import ControlStats, Logprob
 from longdraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class SequenceStats:
     rejections: int = 0  # passes in which a proposed token was refused
     drafted: list[int] = field(default_factory=list)  # by position in the block: how often a token was proposed there
     accepted: list[int] = field(default_factory=list)  # and how often it was accepted
+    control: ControlStats = field(default_factory=ControlStats)  # what online control chose; empty without it
 
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
         """Note one verify pass that gave ``tokens``: ``drafted`` proposals, the first ``accepted`` of which held."""
@@ -75,7 +76,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     max_total: int  # prompt + output may not exceed this many tokens
-    draft: DraftConfig | None = None  # None: plain decoding
+    draft: DraftConfig | AutoDraft | None = None  # None: plain decoding
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
     source: Sequence | None = None  # one with the same prompt, whose cached prompt it shares once that is filled
     held: bool = False  # does not run; keeps its pages while nobody else needs them
@@ -102,6 +103,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether only the newest token is left to feed, and that token was generated."""
         return self.num_pending == 1 and len(self.ids) > self.num_prompt
+
+    @property
+    def own_choice(self) -> Choice:
+        """What its own draft does at every step; nothing where it names none."""
+        return Choice(self.draft, (self.draft,)) if isinstance(self.draft, DraftConfig) else Choice()
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,15 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Who proposes for a row in one step (γ in its config), who is told of the pass, whose state is dropped."""
+
+    draft: DraftConfig | None = None
+    told: tuple[DraftConfig, ...] = ()
+    dropped: tuple[DraftConfig, ...] = ()
+
+
+@dataclass(frozen=True)
 class Row:
     """One sequence's share of a step: feed ``num_tokens`` of its pending tokens, then the tokens of ``proposal``.
 
@@ -155,6 +170,7 @@ class Row:
     num_scored: int = 0
     room: int = 0
     proposal: tuple[int, ...] = ()
+    choice: Choice = Choice()
 
     @property
     def tokens(self) -> list[int]:
@@ -169,6 +185,7 @@ class Batch:
 
     rows: list[Row]
     prefill: bool
+    draft_s: dict[DraftConfig, float] = field(default_factory=dict)  # spent on proposing, by draft (with γ = 1)
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +199,16 @@ class Proposal:
 
     tokens: list[list[int]]
     log_q: torch.Tensor | None = None  # [sum of lengths, V] log-probabilities, rows in order
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a decode step did for one row: of up to ``asked`` proposed tokens ``accepted`` stood, ``tokens`` came."""
+
+    row: Row
+    asked: int
+    accepted: int
+    tokens: int
 
 
 @dataclass(frozen=True)

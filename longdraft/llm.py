@@ -14,14 +14,15 @@ from tqdm import tqdm
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
+from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.core import Status, StepOutput
-from longdraft.drafts.registry import kept_tokens, page_note_bytes
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
 from longdraft.kernels.dispatch import explain
-from longdraft.llm_draft import Draft, load_draft, resolve_draft
+from longdraft.llm_control import call_spec, considered, kept_by, make_control
+from longdraft.llm_draft import SAME, Draft, Same, load_draft, resolve_draft
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
@@ -40,8 +41,9 @@ class LLM:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"verified"``,
             ``"pages"``, ``"topk"``, ``"full"``, ``"full+quant8"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small
-            model's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes an
-            output.
+            model's path, a mapping of ``DraftConfig``'s fields, ``"auto"`` (draft and number of tokens are chosen anew
+            at every step, by what they are predicted to gain), or ``None`` for plain decoding. It never changes an
+            output. A call may name another one for its requests.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
@@ -65,7 +67,7 @@ class LLM:
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
-        draft: Draft = None,
+        draft: Draft = DEFAULT_DRAFT,
         *,
         dtype: str | torch.dtype = "auto",
         kv_dtype: str | torch.dtype | None = None,
@@ -87,24 +89,22 @@ class LLM:
             self.tokenizer = fitting(read_tokenizer(tokenizer), self.checkpoint.config, tokenizer)
         self.draft = resolve_draft(draft)
         small = None
-        if self.draft and self.draft.own_model:
+        if isinstance(self.draft, DraftConfig) and self.draft.own_model:
             small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
         target_device, block_size = resolve_device(device), resolve_block_size(block_size)
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
-        copied, observed = kept_tokens(self.draft) if self.draft else (0, 0)
-        notes = page_note_bytes(self.draft, self.checkpoint.config, kv_storage, block_size) if self.draft else 0
+        config = self.checkpoint.config
+        spec = call_spec(config, target_device, storage, kv_storage, block_size)
+        drafts = considered(spec) if isinstance(self.draft, AutoDraft) else filter(None, [self.draft])
         engine_config = size_engine(
-            self.checkpoint.config,
+            config,
             storage,
             kv_storage,
             target_device,
             draft=small.config if small else None,
-            int8_draft=self.draft is not None and self.draft.weights == "target@int8",
-            copied=copied,
-            observed=observed,
-            page_notes=notes,
+            **kept_by(tuple(drafts), config, kv_storage, block_size),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -113,14 +113,14 @@ class LLM:
             seed=seed,
         )
         types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
-        self.model = Transformer(self.checkpoint.config, self.checkpoint.weights, **types, progress=on_load)
+        self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
         small_models = {}
-        if small and self.draft:
+        if small:
             small_models[self.draft.weights] = Transformer(small.config, small.weights, **types)
         eos = self.checkpoint.eos_token_ids
-        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models)
-        if self.draft:
-            self.engine.runner.check(self.draft)
+        control = make_control(self.checkpoint.name, config, spec)
+        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models, control)
+        self.engine.check(self.draft)
         self.default_sampling_params = self._defaults(generation_config)
         self._requests: dict[int, Request] = {}  # unfinished ones, by the ids of their sequences
         self._log_surprises(dtype)
@@ -142,25 +142,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        draft: Draft | Same = SAME,
         use_tqdm: bool = True,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results come in the order of the prompts.
 
         A prompt is text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``. ``sampling_params`` is one
-        for all or one per prompt; ``None`` is ``default_sampling_params``. ``use_tqdm`` shows progress on a terminal.
+        for all or one per prompt; ``None`` is ``default_sampling_params``. ``draft`` may name another
+        one for these prompts (no small model that was not loaded with the LLM). ``use_tqdm`` shows progress on a
+        terminal.
         ``on_step(engine, outputs)`` is called after every step; it may abort requests.
 
         Raises ``InvalidValueError`` or ``ContextLengthError`` before anything is computed if any prompt is unusable.
         """
         encoded = [encode(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._run(encoded, sampling_params, use_tqdm, on_step)
+        return self._run(encoded, sampling_params, draft, use_tqdm, on_step)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        draft: Draft | Same = SAME,
         use_tqdm: bool = True,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
@@ -171,19 +175,23 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         talks = messages if several else [messages]
         encoded = [EncodedPrompt(self.encode_chat(talk)) for talk in talks]
-        return self._run(encoded, sampling_params, use_tqdm, on_step)
+        return self._run(encoded, sampling_params, draft, use_tqdm, on_step)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> Stream:
         """Complete one prompt and give its text as it comes: an iterator of ``StreamOutput``.
 
         Closing it (or leaving its ``with`` block, or dropping it) ends the request and frees its cache. Several
         streams may be read in turns; all of them advance together.
         """
-        return Stream(self, encode(prompt, self.tokenizer), sampling_params)
+        return Stream(self, encode(prompt, self.tokenizer), sampling_params, draft)
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Stream:
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, draft: Draft | Same = SAME
+    ) -> Stream:
         """Answer one conversation as ``stream`` does."""
-        return Stream(self, EncodedPrompt(self.encode_chat(messages)), sampling_params)
+        return Stream(self, EncodedPrompt(self.encode_chat(messages)), sampling_params, draft)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt in any of its forms."""
@@ -193,12 +201,19 @@ class LLM:
         """Token ids of one conversation, ready to be answered."""
         return encode_chat(require(self.tokenizer), self.checkpoint.chat_template, messages)
 
-    def submit(self, prompt: EncodedPrompt, params: SamplingParams | None = None, sink: Sink | None = None) -> Request:
+    def submit(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams | None = None,
+        sink: Sink | None = None,
+        draft: Draft | Same = SAME,
+    ) -> Request:
         """Queue a request, whose outputs ``sink`` is told of as ``step`` brings them."""
         params = self.default_sampling_params if params is None else params
-        ids = self.engine.add_all(prompt.ids, params, self.draft)
+        chosen = self.draft if draft is SAME else resolve_draft(draft)
+        ids = self.engine.add_all(prompt.ids, params, chosen)
         sequences = [self.engine.sequence(i) for i in ids]
-        request = Request(prompt, sequences, self.tokenizer, self.exactness, sink)
+        request = Request(prompt, sequences, self.tokenizer, tier(self.model, chosen), sink)
         self._requests |= dict.fromkeys(ids, request)
         return request
 
@@ -227,6 +242,7 @@ class LLM:
         self,
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        draft: Draft | Same,
         use_tqdm: bool,
         on_step: OnStep | None,
     ) -> list[RequestOutput]:
@@ -236,7 +252,7 @@ class LLM:
         with tqdm(total=len(prompts), unit="request", disable=None if use_tqdm and not on_step else True) as bar:
             try:
                 for prompt, p in zip(prompts, params, strict=True):
-                    requests.append(self._submit_one_of(prompt, p, len(requests), len(prompts)))
+                    requests.append(self._submit_one_of(prompt, p, draft, len(requests), len(prompts)))
                 while waiting := [request for request in requests if not request.done]:
                     outputs = self.step()
                     if on_step:
@@ -247,9 +263,11 @@ class LLM:
                     self.abort(request)
         return [request.result() for request in requests]
 
-    def _submit_one_of(self, prompt: EncodedPrompt, params: SamplingParams, index: int, count: int) -> Request:
+    def _submit_one_of(
+        self, prompt: EncodedPrompt, params: SamplingParams, draft: Draft | Same, index: int, count: int
+    ) -> Request:
         try:
-            return self.submit(prompt, params)
+            return self.submit(prompt, params, None, draft)
         except InvalidValueError as error:
             if count == 1:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,31 @@ from longdraft.checkpoint.base import Checkpoint
 from longdraft.checkpoint.bundled import NAME as BUNDLED
 from longdraft.checkpoint.load import HUB_ID, load_checkpoint, look_up
 from longdraft.checkpoint.pairing import check_pair
-from longdraft.config import DraftConfig
+from longdraft.config import AutoDraft, DraftConfig
 from longdraft.drafts.registry import NAMED, check, named
 from longdraft.errors import InvalidValueError
 
-Draft = DraftConfig | str | Mapping[str, Any] | None
+Draft = DraftConfig | AutoDraft | str | Mapping[str, Any] | None
 
 
-def resolve_draft(draft: Draft) -> DraftConfig | None:
+class Same(Enum):
+    """A request's draft is that of its ``LLM``."""
+
+    SAME = "same"
+
+
+SAME = Same.SAME
+
+
+def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
     """The config that ``LLM(draft=...)`` stands for; ``InvalidValueError`` for names and fields that do not exist."""
-    if draft is None or isinstance(draft, DraftConfig):
-        return None if draft is None else check(draft)
+    if draft is None or isinstance(draft, AutoDraft):
+        return draft
+    if isinstance(draft, DraftConfig):
+        return check(draft)
     if isinstance(draft, (str, Path)):
+        if str(draft) == AutoDraft.label:
+            return AutoDraft()
         return named(str(draft)) or DraftConfig(weights=_model_name(str(draft)))
     if not isinstance(draft, Mapping):
         raise InvalidValueError("draft", draft, "must be a DraftConfig, a name, a model's path, a mapping, or None")
@@ -39,7 +53,7 @@ def _model_name(name: str) -> str:
     raise InvalidValueError(
         "draft",
         name,
-        f"must be one of {', '.join(NAMED)}, a selection with a format (full+quant8), or a model's path or name",
+        f"must be one of auto, {', '.join(NAMED)}, a selection with a format (full+quant8), or a model's path or name",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,80 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # one per token, if asked for
 
 
+@dataclass
+class ControlStats:
+    """What online control chose for some rows, what it expected of that, and what came of it.
+
+    Sums over decode steps, each counted whole for every row that took part. Plain seconds are what plain decoding of
+    the same batch was predicted to take for the same tokens.
+    """
+
+    rounds: Counter[tuple[str, int]] = field(default_factory=Counter)  # (draft, γ) → how often that was chosen
+    off: Counter[str] = field(default_factory=Counter)  # why nothing was proposed → how often
+    seconds: float = 0.0
+    plain_s: float = 0.0  # for the tokens that came
+    expected_s: float = 0.0
+    expected_plain_s: float = 0.0  # for the tokens that were expected
+
+    def note(self, chosen: tuple[str, int] | str, got: tuple[float, float], hoped: tuple[float, float]) -> None:
+        """Count a step: (draft, γ) or why nothing was proposed; (seconds, plain seconds) as they were, as expected."""
+        (self.off if isinstance(chosen, str) else self.rounds)[chosen] += 1
+        self.seconds += got[0]
+        self.plain_s += got[1]
+        self.expected_s += hoped[0]
+        self.expected_plain_s += hoped[1]
+
+    def add(self, other: ControlStats, sign: int = 1) -> ControlStats:
+        """Add ``other``, or take it away (``sign=-1``); itself."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, Counter):
+                mine.update({key: sign * count for key, count in theirs.items()})
+            else:
+                setattr(self, item.name, mine + sign * theirs)
+        return self
+
+    @classmethod
+    def total(cls, parts: Iterable[ControlStats]) -> ControlStats:
+        """All of ``parts`` together; they stay as they are."""
+        out = cls()
+        for part in parts:
+            out.add(part)
+        return out
+
+    @property
+    def predicted_speedup(self) -> float:
+        """Over plain decoding, as expected when it was chosen; 1 before any step."""
+        return self.expected_plain_s / self.expected_s if self.expected_s > 0 else 1.0
+
+    @property
+    def realised_speedup(self) -> float:
+        """Over the predicted time of plain decoding; 1 before any step."""
+        return self.plain_s / self.seconds if self.seconds > 0 else 1.0
+
+    @property
+    def eq2_residual(self) -> float:
+        """Time per token, T_round / Ω of MagicDec's Eq. 2: realised over predicted, less 1."""
+        return self.predicted_speedup / self.realised_speedup - 1 if self.plain_s > 0 else 0.0
+
+    @property
+    def shares(self) -> list[tuple[str, int, float]]:
+        """(draft, γ, its share of all rounds), the most frequent first; (``off``, 0, …) for plain steps."""
+        counts = Counter({key: count for key, count in self.rounds.items() if count})
+        counts["off", 0] = self.off.total()
+        return [(*key, count / counts.total()) for key, count in counts.most_common() if count]
+
+    def report(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {
+            "chosen": [{"draft": draft, "gamma": gamma, "share": share} for draft, gamma, share in self.shares],
+            "off": {reason: count for reason, count in self.off.most_common() if count},
+            "predicted_speedup": self.predicted_speedup,
+            "realised_speedup": self.realised_speedup,
+            "eq2_residual": self.eq2_residual,
+        }
+
+
 @dataclass(frozen=True)
 class RequestStats:
     """Figures of one request. Seconds are wall time of the steps it took part in, shared steps counted whole."""
@@ -43,6 +119,7 @@ class RequestStats:
     verify_passes: int = 0  # decode steps, with or without proposals
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+    control: ControlStats | None = None  # with draft="auto"
 
     @property
     def drafted(self) -> int:

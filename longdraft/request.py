@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from longdraft.checkpoint.tokenizer import Tokenizer
+from longdraft.config import AutoDraft
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, StepOutput, sum_by_position
 from longdraft.engine.detokenize import Detokenizer
-from longdraft.outputs import CompletionOutput, Logprob, RequestOutput, RequestStats, StreamOutput
+from longdraft.outputs import CompletionOutput, ControlStats, Logprob, RequestOutput, RequestStats, StreamOutput
 from longdraft.prompts import EncodedPrompt
 from longdraft.sampling_params import SamplingParams
 
@@ -115,10 +116,11 @@ class Request:
 class Stream(Iterator[StreamOutput]):
     """The outputs of one request as they come. Each ``next`` runs the engine until there is one."""
 
-    def __init__(self, llm: LLM, prompt: EncodedPrompt, params: SamplingParams | None) -> None:
+    def __init__(self, llm: LLM, prompt: EncodedPrompt, params: SamplingParams | None, draft: object) -> None:
+        """``draft``: as in ``LLM.submit``."""
         self._llm = llm
         self._outputs: deque[StreamOutput] = deque()
-        self._request = llm.submit(prompt, params, self._outputs.append)
+        self._request = llm.submit(prompt, params, self._outputs.append, draft)
 
     def __next__(self) -> StreamOutput:
         while not self._outputs:
@@ -165,4 +167,5 @@ def _stats(sequences: list[EngineSequence]) -> RequestStats:
         verify_passes=sum(s.verify_passes for s in each),
         drafted_by_position=tuple(sum_by_position(s.drafted for s in each)),
         accepted_by_position=tuple(sum_by_position(s.accepted for s in each)),
+        control=ControlStats.total(s.control for s in each) if isinstance(sequences[0].draft, AutoDraft) else None,
     )

@@ -6,11 +6,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from longdraft.config import DraftConfig, as_float, as_int
+from longdraft.config import AutoDraft, DraftConfig, as_float, as_int
 from longdraft.core import sum_by_position
 from longdraft.errors import InvalidValueError, MissingDependencyError
+from longdraft.outputs import ControlStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,13 +25,18 @@ class Arm:
     """One way of decoding; without a ``draft`` the plain one."""
 
     name: str
-    draft: DraftConfig | None = None
+    draft: DraftConfig | AutoDraft | None = None
+
+    @property
+    def config(self) -> DraftConfig | None:
+        """The draft, where it is always the same one."""
+        return self.draft if isinstance(self.draft, DraftConfig) else None
 
     @property
     def budget(self) -> int | None:
         """The draft's budget, where it has one."""
-        unbounded = self.draft is None or self.draft.weights == "ngram" or self.draft.selection == "full"
-        return None if unbounded else self.draft.budget
+        unbounded = self.config is None or self.config.weights == "ngram" or self.config.selection == "full"
+        return None if unbounded else self.config.budget
 
     @property
     def gamma(self) -> int:
@@ -41,7 +47,7 @@ class Arm:
     def label(self) -> str:
         """For headings."""
         size = "" if self.budget is None else f" {self.budget}"
-        return f"{self.name}{size} γ{self.gamma}" if self.draft else self.name
+        return f"{self.name}{size} γ{self.gamma}" if self.config else self.name
 
 
 PLAIN = Arm("plain")
@@ -94,6 +100,7 @@ class Turn:
     drafted: list[int]  # by position
     accepted: list[int]
     context: float  # mean length of its rows
+    control: ControlStats = field(default_factory=ControlStats)  # empty unless its drafts were chosen step by step
 
     @property
     def speed(self) -> float:
@@ -108,7 +115,8 @@ def total(turns: Sequence[Turn]) -> Turn:
     """Several turns as one."""
     sums = {name: sum(getattr(t, name) for t in turns) for name in ("tokens", "seconds", "draft_s", "steps", "passes")}
     drafted, accepted = (sum_by_position(getattr(t, name) for t in turns) for name in ("drafted", "accepted"))
-    return Turn(**sums, drafted=drafted, accepted=accepted, context=sum(t.context for t in turns) / len(turns))
+    context, control = sum(t.context for t in turns) / len(turns), ControlStats.total(t.control for t in turns)
+    return Turn(**sums, drafted=drafted, accepted=accepted, context=context, control=control)
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,8 @@ class Cell:
     """What was measured of one arm at one batch, context and temperature.
 
     Speeds are tokens per second of decoding over all rounds; ``speedup`` is the median of the rounds' ratios. Times are
-    those of one step. The roof is the time in which memory can deliver what a plain step must read.
+    those of one step. ``gamma`` is the most that is proposed, ``control`` what was chosen where that was left open
+    (``ControlStats.report``). The roof is the time in which memory can deliver what a plain step must read.
     """
 
     batch: int
@@ -143,10 +152,12 @@ class Cell:
     simulated: bool
     noisy: bool
     shown: Shown = field(compare=False)
+    control: dict[str, Any] | None = None
 
     def report(self) -> dict[str, object]:
-        """As a JSON object."""
-        return _report(self)
+        """As a JSON object; ``control`` only where there is one."""
+        out = _report(self)
+        return out if self.control else {name: value for name, value in out.items() if name != "control"}
 
     @property
     def significant(self) -> bool:

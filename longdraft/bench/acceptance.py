@@ -56,7 +56,7 @@ class AcceptancePlan:
         as_int("mass_positions", self.mass_positions, 0, 2**20)
         as_int("seed", self.seed, 0, MAX_SEED - self.prompts)
         names = list(dict.fromkeys(arm.name for arm in self.arms))
-        if not self.arms or any(arm.draft is None for arm in self.arms):
+        if not self.arms or any(arm.config is None for arm in self.arms):
             raise InvalidValueError("arms", names, "must be drafts, at least one")
         if self.baseline is not None and self.baseline not in names:
             raise InvalidValueError("--baseline", self.baseline, f"must be one of the drafts ({', '.join(names)})")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 
-from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, interval, repeated_share, total
+from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, Turn, interval, repeated_share, total
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
 from longdraft.bench.simulate import assumed, continuations
 from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, turn
+from longdraft.config import AutoDraft
 from longdraft.drafts.base import Draft
 from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.llm import LLM
@@ -102,13 +103,13 @@ def _filled(
             known = continuations(llm, plain, report)
             pretend = assumed(engine.runner, plan, llm.model.config.vocab_size, known)
         with pretend:
-            by_draft: dict[Draft, Rows] = {}
-            for arm in plan.arms:
-                draft = engine.runner.draft(arm.draft)
+            drafts = {arm: engine.runner.draft(arm.config) if arm.config else arm.draft for arm in plan.arms}
+            by_draft: dict[Draft | AutoDraft, Rows] = {}
+            for arm, draft in drafts.items():
                 if draft not in by_draft:
                     by_draft[draft] = fork(llm, plain, arm)
                     made += by_draft[draft]
-            yield {PLAIN: plain} | {arm: by_draft[engine.runner.draft(arm.draft)] for arm in plan.arms}
+            yield {PLAIN: plain} | {arm: by_draft[draft] for arm, draft in drafts.items()}
     finally:
         end(llm, made)
 
@@ -193,7 +194,7 @@ class Contest:
             context=self.context,
             dtype=str(self.llm.model.dtype).removeprefix("torch."),
             draft=arm.name,
-            weights=arm.draft.weights,
+            weights=arm.config.weights if arm.config else arm.name,
             budget=arm.budget,
             gamma=arm.gamma,
             temperature=self.temperature,
@@ -206,11 +207,17 @@ class Contest:
             tokens_per_verify=fast.tokens / fast.passes,
             acceptance_by_position=[a / d for a, d in zip(fast.accepted, fast.drafted, strict=True) if d],
             t_plain_ms=t_plain_ms,
-            t_draft_ms=1000 * fast.draft_s / (fast.steps * arm.gamma),
+            t_draft_ms=1000 * fast.draft_s / (fast.steps * _mean_gamma(arm, fast) or 1),
             t_verify_ms=1000 * (fast.seconds - fast.draft_s) / fast.steps,
             roof_share=roof_ms and roof_ms / t_plain_ms,
             repeated_8gram=repeated_share(self.outputs),
             simulated=self.plan.assume_acceptance is not None,
             noisy=noisy,
             shown=Shown(arm.label, len(rounds), read, flops, roof_ms),
+            control=None if arm.config else fast.control.report(),
         )
+
+
+def _mean_gamma(arm: Arm, turns: Turn) -> float:
+    """Draft passes per step: γ, or what was chosen on average."""
+    return arm.gamma if arm.config else sum(g * n for (_, g), n in turns.control.rounds.items()) / turns.passes

@@ -35,14 +35,17 @@ class AssumedAcceptance(Draft):
 
     def _tokens(self, row: DraftRow) -> list[int]:
         length = len(row.seq.ids)
-        right = self._ids[row.seq.id][length : length + row.gamma]
+        right = self._known(row.seq)[length : length + row.gamma]
         held = self._random.random(len(right)) < self.rate
         return [t if h else (t + 1) % self.vocab_size for t, h in zip(right, held, strict=True)]
 
+    def _known(self, seq: EngineSequence) -> list[int]:
+        if seq.id not in self._ids:
+            self._ids[seq.id] = self.known[tuple(seq.ids[: seq.num_prompt])]
+        return self._ids[seq.id]
+
     def follow(self, seqs: Sequence[EngineSequence]) -> None:
         """See ``Draft``."""
-        for seq in seqs:
-            self._ids[seq.id] = self.known[tuple(seq.ids[: seq.num_prompt])]
         self.real.follow(seqs)
 
     def settle(self, seqs: Sequence[EngineSequence]) -> None:

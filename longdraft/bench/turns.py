@@ -10,6 +10,7 @@ from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
 from longdraft.errors import KVCapacityError, LongDraftError
 from longdraft.llm import LLM
+from longdraft.outputs import ControlStats
 
 OnProgress = Callable[[str, int, int, str], None]  # of what, done, in all, unit
 Rows = list[EngineSequence]
@@ -37,13 +38,16 @@ def require_pages(llm: LLM, batch: int, context: int, forks: int, life: int) -> 
 
 
 def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
-    """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources."""
+    """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources.
+
+    Drafts that are chosen step by step take it in when they are.
+    """
     engine = llm.engine
     rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
     for seq in rows:
         engine.hold(seq.id)
-    if arm.draft:
-        engine.runner.draft(arm.draft).follow(rows)
+    if arm.config:
+        engine.runner.draft(arm.config).follow(rows)
     return rows
 
 
@@ -76,6 +80,7 @@ def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
     """Let ``rows`` alone decode until each has at least ``tokens`` more."""
     engine, stats = llm.engine, llm.engine.stats
     before, decode_s, draft_s, steps = _counts(rows), stats.decode_s, stats.draft_s, stats.decode_steps
+    control = ControlStats.total(seq.stats.control for seq in rows)
     lengths = [len(seq.ids) for seq in rows]
     for seq in rows:
         engine.hold(seq.id, False)
@@ -95,6 +100,7 @@ def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
         drafted=drafted,
         accepted=accepted,
         context=sum(lengths) / len(rows) + got / len(rows) / 2,
+        control=ControlStats.total(seq.stats.control for seq in rows).add(control, -1),
     )
 
 

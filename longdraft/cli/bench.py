@@ -43,7 +43,7 @@ def decode(
     context: Annotated[list[int], typer.Option(help="Prompt tokens per row. Repeatable.")] = [4000],  # noqa: B006
     draft: Annotated[
         list[str],
-        typer.Option(help=f"Who proposes: {drafting.NAMES}, or a small model's path or name. Repeatable."),
+        typer.Option(help=f"Who proposes: {drafting.NAMES}, a small model's path or name, or auto. Repeatable."),
     ] = ["streaming_llm"],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
@@ -102,7 +102,7 @@ def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str 
     for name, budget, gamma in product(unique(drafts), unique(budgets), unique(gammas)):
         config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
         arm = Arm(Path(name).name or name, config)
-        arms.setdefault((name, arm.budget, gamma), arm)
+        arms.setdefault((name, arm.budget, arm.gamma), arm)
     return tuple(arms.values())
 
 
@@ -240,4 +240,14 @@ def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:
         yield "memory roof, ms", f"{shown.roof_ms:.2f} ({one.roof_share:.0%} reached)", ["" for _ in arms]
     yield "per plain step", f"{shown.read_bytes / 2**20:,.0f} MiB, {shown.flops / 1e9:,.2f} GFLOP", ["" for _ in arms]
     yield "repeated 8-grams", f"{one.repeated_8gram:.0%}", ["" for _ in arms]
+    if any(c.control for c in arms):
+        for name, values in _control(arms):
+            yield name, "", values
     yield "rounds", "", [f"{c.shown.rounds}{', NOISY' if c.noisy else ''}" for c in arms]
+
+
+def _control(arms: list[Cell]) -> Iterator[tuple[str, list[str]]]:
+    """What online control did, of the arms that had it."""
+    shown = [dict(drafting.control_lines(c.control)) if c.control else {} for c in arms]
+    for name in dict.fromkeys(name for lines in shown for name in lines):
+        yield name, [lines.get(name, "") for lines in shown]

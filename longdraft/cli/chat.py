@@ -48,7 +48,7 @@ def chat(
     min_p: sampling.MinP = None,
     repetition_penalty: sampling.Repetition = None,
     seed: sampling.Seed = None,
-    draft: drafting.Name = "off",
+    draft: drafting.Name = drafting.DEFAULT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     gamma: drafting.Gamma = 4,

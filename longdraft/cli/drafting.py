@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from longdraft.config import DraftConfig
+from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
+DEFAULT = DEFAULT_DRAFT or "off"
+LEAST_SHARE = 0.005  # of a choice that is shown
 NAMES = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram, full+quant8 and the like"
 Name = Annotated[
-    str, typer.Option("--draft", help=f"Who proposes tokens: {NAMES}, or a small model's path or name; off for none.")
+    str,
+    typer.Option(
+        "--draft",
+        help=f"Who proposes tokens: {NAMES}, or a small model's path or name; auto: whoever is predicted to gain most, "
+        "anew at every step; off for none.",
+    ),
 ]
 Kv = Annotated[
     str | None,
@@ -26,17 +34,23 @@ Kv = Annotated[
         "also verified or pages. The target's, but for the last two, may have +quant8 behind: kept in 8 bits.",
     ),
 ]
-Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included.")]
-Gamma = Annotated[int, typer.Option(help="Most tokens proposed per verify pass.")]
+Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included; not with auto.")]
+Gamma = Annotated[int, typer.Option(help="Most tokens proposed per verify pass; not with auto, which chooses.")]
 Rule = Annotated[
     str, typer.Option("--sampling-rule", help="coupled (equal output) or maximal (the target's exact law).")
 ]
 
 
-def draft_config(name: str, budget: int, gamma: int, rule: str, kv: str | None = None) -> DraftConfig | None:
+def draft_config(
+    name: str, budget: int, gamma: int, rule: str, kv: str | None = None
+) -> DraftConfig | AutoDraft | None:
     """The draft that the options describe; ``None`` for ``off``. Unknown names are refused."""
     if name == "off":
         return None
+    if name == AutoDraft.label:
+        if rule != AutoDraft.sampling_rule:
+            raise InvalidValueError("--sampling-rule", rule, "must be coupled with --draft auto")
+        return AutoDraft()
     from longdraft.drafts.registry import check
     from longdraft.llm_draft import resolve_draft
 
@@ -44,17 +58,17 @@ def draft_config(name: str, budget: int, gamma: int, rule: str, kv: str | None =
     return check(replace(base, kv=kv or base.kv, budget=budget, gamma=gamma, sampling_rule=rule))
 
 
-def require_draft(draft: DraftConfig | None) -> DraftConfig:
+def require_draft(draft: DraftConfig | AutoDraft | None) -> DraftConfig | AutoDraft:
     """The draft; comparing needs one."""
     if draft is None:
         raise InvalidValueError("--draft", "off", "must name a draft to compare with plain decoding")
     return draft
 
 
-def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, object]) -> Table:
+def comparison_table(result: Comparison, draft: DraftConfig | AutoDraft, where: dict[str, object]) -> Table:
     """Plain beside speculative."""
     plain, fast = result.plain, result.speculative
-    out = Table(title=f"{draft.label}, gamma {draft.gamma}", title_justify="left")
+    out = Table(title=f"{draft.label}, gamma {draft.gamma}" if "control" not in fast else "auto", title_justify="left")
     for name in ("", "plain", "speculative"):
         out.add_column(name, justify="left" if not name else "right", style="bold" if not name else None)
     both = (plain, fast)
@@ -62,8 +76,12 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
     out.add_row("", *(f"{x['decode_tokens']:,} tokens in {x['decode_s']:.1f} s" for x in both))
     out.add_row("draft, verify", "", f"{fast['draft_s']:.1f} s, {fast['verify_s']:.1f} s")
     out.add_row("tokens per verify", *(f"{x['tokens_per_verify']:.2f}" for x in both))
+    if control := fast.get("control"):
+        for name, value in control_lines(control):
+            out.add_row(name, "", value)
     read = [fast[f"kv_bytes_read_per_{name}_token"] / 2**20 for name in ("plain", "draft")]
-    out.add_row("KV read per token", f"{read[0]:.1f} MiB", f"{read[1]:.1f} MiB by the draft")
+    most = " at most" if control else ""
+    out.add_row("KV read per token", f"{read[0]:.1f} MiB", f"{read[1]:.1f} MiB{most} by the draft")
     extra = fast["draft_kv_bytes"] / 2**20
     out.add_row("KV of the draft's own", "", f"{extra:.1f} MiB")
     if fast["draft_note_bytes"]:
@@ -79,6 +97,21 @@ def comparison_table(result: Comparison, draft: DraftConfig, where: dict[str, ob
     kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
     out.add_row("kernels", "", f"{kernels} ({where['dtype']})")
     return out
+
+
+def control_lines(control: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values of what online control did, from ``ControlStats.report``."""
+    shown = [(one["share"], _chosen(one["draft"], one["gamma"])) for one in control["chosen"]]
+    yield "chosen", ", ".join(f"{share:.0%} {name}" for share, name in shown if share >= LEAST_SHARE)
+    total = sum(control["off"].values())
+    if total:
+        yield "why off", ", ".join(f"{reason} ({count / total:.0%})" for reason, count in control["off"].items())
+    yield "predicted, realised", f"{control['predicted_speedup']:.2f} x, {control['realised_speedup']:.2f} x"
+    yield "Eq. 2 residual", f"{control['eq2_residual']:+.1%}"
+
+
+def _chosen(draft: str, gamma: int) -> str:
+    return f"{draft} γ{gamma}" if gamma else draft
 
 
 def verdict(result: Comparison) -> str:

@@ -12,7 +12,7 @@ from longdraft.cli import drafting, options, sampling
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from longdraft.config import DraftConfig
+    from longdraft.config import AutoDraft, DraftConfig
     from longdraft.llm import LLM
     from longdraft.outputs import RequestOutput
     from longdraft.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def generate(
     seed: sampling.Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
-    draft: drafting.Name = "off",
+    draft: drafting.Name = drafting.DEFAULT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     gamma: drafting.Gamma = 4,
@@ -120,7 +120,7 @@ def _compare(
     sources: list[str],
     texts: list[str],
     params: SamplingParams,
-    draft: DraftConfig,
+    draft: DraftConfig | AutoDraft,
     chat: bool,
     json: bool,
 ) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from longdraft.cli.drafting import control_lines
 from longdraft.core import sum_by_position
+from longdraft.outputs import ControlStats
 
 if TYPE_CHECKING:
     from longdraft.llm import LLM
@@ -47,7 +49,9 @@ def _drafting(results: Sequence[RequestOutput]) -> dict[str, object]:
     drafted, accepted = (
         sum_by_position(getattr(s, f"{name}_by_position") for s in stats) for name in ("drafted", "accepted")
     )
+    controls = [s.control for s in stats if s.control is not None]
     return {
+        **({"control": ControlStats.total(controls).report()} if controls else {}),
         "drafted": sum(drafted),
         "accepted": sum(accepted),
         "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
@@ -83,6 +87,9 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
     if run["drafted"]:
         accepted = f"{run['accepted']:,} of {run['drafted']:,} proposals accepted"
         out.add_row("draft", f"{accepted}, {run['tokens_per_verify']:.2f} tokens per verify")
+    if "control" in run:
+        for name, value in control_lines(run["control"]):
+            out.add_row(name, value)
     out.add_row("weights", f"{where['weight_bytes'] / 2**20:,.0f} MiB")
     used, per_token = run["kv_bytes_used"], run["kv_bytes_per_token"]
     out.add_row("KV cache", f"{used / 2**20:,.0f} MiB at most, {per_token / 2**10:,.1f} KiB per token")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longdraft.cli import drafting, options
+from longdraft.config import AutoDraft
+from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from longdraft.llm import LLM
@@ -35,6 +37,8 @@ def verify(
     from rich.console import Console
     from rich.table import Table
 
+    if draft_model == AutoDraft.label:
+        raise InvalidValueError("--draft-model", draft_model, "must be a model's path or name")
     settings = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "download": download}
     llm = options.make_llm(model, draft=draft_model, **settings)
     table = Table(title=f"{llm.checkpoint.name}: {llm.exactness}", title_justify="left")

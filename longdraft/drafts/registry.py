@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import torch
 
+from longdraft.capture import NOTHING, Needs
 from longdraft.config import TARGETS, DraftConfig
 from longdraft.drafts.base import Draft
 from longdraft.drafts.coded_spec import CodedCopySpec, CodedViewSpec, coded_page_bytes
@@ -77,6 +78,13 @@ def check(config: DraftConfig) -> DraftConfig:
         limit = f"must be one of {', '.join(FOR_SMALL_MODELS)} for a small model, which has a cache of its own"
         raise InvalidValueError("kv", config.kv, limit)
     return config
+
+
+def needs(config: DraftConfig) -> Needs:
+    """What such a draft wants to be told of the target's passes."""
+    reader = selector(config)
+    choosing = config.weights in TARGETS and isinstance(reader, (TokenSelector, PageSelector))
+    return reader.needs if choosing else NOTHING
 
 
 def kept_tokens(config: DraftConfig) -> tuple[int, int]:

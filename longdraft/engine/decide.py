@@ -69,7 +69,8 @@ def _rule(row: Row, log_q: dict[int, torch.Tensor]) -> Rule | None:
 
     Without a proposal both rules draw from the target's distribution, and the coupled draw is the plain one.
     """
-    if not row.proposal or row.seq.draft is None or row.seq.draft.sampling_rule == "coupled":
+    draft = row.choice.draft
+    if not row.proposal or draft is None or draft.sampling_rule == "coupled":
         return None
     return _maximal if row.seq.id in log_q else _maximal_one_hot
 

@@ -11,11 +11,12 @@ from itertools import count
 import torch
 
 from longdraft.checkpoint.tokenizer import Tokenizer
-from longdraft.config import MAX_SEED, DraftConfig, EngineConfig, as_int
-from longdraft.core import Batch, Row, Sequence, SequenceStats, Status, StepOutput
+from longdraft.config import MAX_SEED, AutoDraft, DraftConfig, EngineConfig, as_int
+from longdraft.core import Batch, Round, Row, Sequence, SequenceStats, Status, StepOutput
 from longdraft.drafts.small_model import DraftModel
 from longdraft.engine import stops
 from longdraft.engine.admission import check_ids, derived_seed, fit_prompt, resolve
+from longdraft.engine.control import Control, OwnDrafts
 from longdraft.engine.decide import Decision, decide
 from longdraft.engine.detokenize import Detokenizer
 from longdraft.engine.runner import Runner
@@ -37,23 +38,29 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
         draft_models: Mapping[str, Transformer] | None = None,
+        control: Control | None = None,
     ) -> None:
-        """``tokenizer`` is needed for requests with stop strings or bad words only; ``draft_models`` by name."""
+        """``tokenizer`` is needed for requests with stop strings or bad words only; ``draft_models`` by name.
+
+        ``control`` chooses drafts for requests that leave it open; without it there may be none.
+        """
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self._texts: dict[int, Detokenizer] = {}  # of unfinished requests with stop strings
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
         small = {name: DraftModel(m, config.num_pages) for name, m in (draft_models or {}).items()}
-        self.runner = Runner(model, self.store, small, config.max_num_seqs)
-        self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release)
+        self.control = control or OwnDrafts()
+        self.runner = Runner(model, self.store, small, config.max_num_seqs, self.control)
+        self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release, self.control)
         self.stats = EngineStats()
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
         self._ids = count()
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | None = None) -> int:
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | AutoDraft | None = None) -> int:
         """Queue a request and return its id. Refuses what could never run, before any work is done.
 
-        ``draft`` proposes tokens for it; ``None`` is plain decoding. Drafts may differ from request to request.
+        ``draft`` proposes tokens for it; ``None`` is plain decoding, an ``AutoDraft`` leaves it to the engine's
+        control. Drafts may differ from request to request.
 
         ``max_tokens`` beyond the context limit is cut to it; a prompt that leaves no room for one token is refused.
         """
@@ -64,7 +71,7 @@ class Engine:
         limit, request_id = self.config.max_tokens_per_request, next(self._ids)
         seed = derived_seed(self.config.seed, request_id) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        draft = None if draft is None else self.runner.check(draft)
+        draft = self.check(draft)
         seq = Sequence(request_id, ids, len(ids), params, seed, limit, draft, stop_ids)
         if params.max_tokens is not None:
             seq.max_total = min(limit, len(ids) + params.max_tokens)
@@ -72,7 +79,9 @@ class Engine:
         self.stats.prompt_tokens += len(ids)
         return request_id
 
-    def add_all(self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | None = None) -> list[int]:
+    def add_all(
+        self, prompt_ids: Seq[int], params: SamplingParams, draft: DraftConfig | AutoDraft | None = None
+    ) -> list[int]:
         """``add`` for each of the ``params.n`` completions; all but the first share its cached prompt.
 
         The first completion is what ``n = 1`` gives; the others' seeds are derived from its seed.
@@ -87,7 +96,7 @@ class Engine:
             ids.append(child.id)
         return ids
 
-    def fork(self, request_id: int, *, seed: int | None = None, draft: DraftConfig | None = None) -> int:
+    def fork(self, request_id: int, *, seed: int | None = None, draft: DraftConfig | AutoDraft | None = None) -> int:
         """Continue an unfinished request as a second one from its current state, sharing its cached pages.
 
         With the same seed (the default) and the coupled rule both go on alike, whatever ``draft`` the new one has
@@ -97,11 +106,25 @@ class Engine:
         if seed is not None:
             seed = as_int("seed", seed, 0, MAX_SEED)
         own_seed = source.seed if seed is None else seed
-        draft = None if draft is None else self.runner.check(draft)
+        draft = self.check(draft)
         child = dataclasses.replace(source, **_fresh(source), id=next(self._ids), seed=own_seed, draft=draft)
         self._track(child)
         self.scheduler.fork(source, child, source.num_committed)
         return child.id
+
+    def check(self, draft: DraftConfig | AutoDraft | None) -> DraftConfig | AutoDraft | None:
+        """``draft``, if it can be had here; ``InvalidValueError`` otherwise."""
+        for config in self.drafts_of(draft):  # made now, not when one is first chosen
+            self.runner.check(config)
+        return draft
+
+    def drafts_of(self, draft: DraftConfig | AutoDraft | None) -> tuple[DraftConfig, ...]:
+        """Those that may propose for a request with ``draft``."""
+        if not isinstance(draft, AutoDraft):
+            return () if draft is None else (draft,)
+        if not self.control.drafts:
+            raise InvalidValueError("draft", draft.label, "needs an engine with a control", "Name a draft.")
+        return self.control.drafts
 
     def abort(self, request_id: int) -> StepOutput:
         """End an unfinished request now and free its pages; what it has so far is in the output's sequence."""
@@ -140,17 +163,19 @@ class Engine:
         try:
             batch, log_q = self.runner.propose(batch)
             drafted_s = time.perf_counter() - drafting
-            outputs = self._verify(batch, log_q)
+            outputs, rounds = self._verify(batch, log_q)
         finally:
             if self.model.device.type == "cuda":  # a chunk that wants no logits would be charged to the next step
                 torch.cuda.synchronize(self.model.device)
             stats.select_s = self.runner.select_s
-            stats.record(batch, time.perf_counter() - started, drafted_s)
+            seconds = time.perf_counter() - started
+            stats.record(batch, seconds, drafted_s)
         if not batch.prefill:
             stats.decode_tokens += sum(len(output.tokens) for output in outputs)
+            self.control.observe(rounds, seconds, batch.draft_s)
         return outputs
 
-    def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> list[StepOutput]:
+    def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> tuple[list[StepOutput], list[Round]]:
         """One pass of the target over the batch's tokens and proposals, and what follows from it for each row."""
         decisions = decide(batch.rows, self.runner.forward(batch), log_q)
         ends = [self._commit(row, decision, batch.prefill) for row, decision in zip(batch.rows, decisions, strict=True)]
@@ -160,26 +185,28 @@ class Engine:
             self.stats.draft_prefill_s += time.perf_counter() - started
             self.scheduler.share_prompts()  # before a sequence may end, and after drafts have taken in its prompt
         outputs = []
-        for row, (tokens, reason, error) in zip(batch.rows, ends, strict=True):
-            if reason:
-                outputs.append(self._end(row.seq, tokens, reason, error))
-            elif tokens:
-                outputs.append(StepOutput(row.seq, tokens))
-        return outputs
+        for row, got in zip(batch.rows, ends, strict=True):
+            if got.reason:
+                outputs.append(self._end(row.seq, got.tokens, got.reason, got.error))
+            elif got.tokens:
+                outputs.append(StepOutput(row.seq, got.tokens))
+        return outputs, [got.round for got in ends]
 
-    def _commit(self, row: Row, decision: Decision, prefill: bool) -> tuple[list[int], str | None, str | None]:
+    def _commit(self, row: Row, decision: Decision, prefill: bool) -> _Got:
         """Note what a row got: its tokens, cut at a stop, and why it ends, if it does."""
         seq = row.seq
         tokens, reason = stops.cut(seq, decision.tokens, self._texts.get(seq.id))
         seq.logprobs += decision.logprobs[: len(tokens)]
         seq.prompt_logprobs += decision.prompt_logprobs
+        # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
+        whole = len(tokens) == len(decision.tokens)
+        drafted, asked = (len(row.proposal), row.room) if whole else (len(tokens), len(tokens))
+        accepted = min(decision.accepted, drafted)
         if not prefill:
-            # What lies behind a stop was never needed, so it counts neither as drafted nor as accepted.
-            drafted = len(row.proposal) if len(tokens) == len(decision.tokens) else len(tokens)
-            seq.stats.count(drafted, min(decision.accepted, drafted), len(tokens))
+            seq.stats.count(drafted, accepted, len(tokens))
         self.scheduler.commit(row, tokens)
         error = decision.error if reason is None else None
-        return tokens, "error" if error else reason, error
+        return _Got(tokens, "error" if error else reason, error, Round(row, asked, accepted, len(tokens)))
 
     def _end(self, seq: Sequence, tokens: list[int], reason: str, error: str | None = None) -> StepOutput:
         self.scheduler.finish(seq, reason, error)
@@ -196,6 +223,16 @@ class Engine:
         if seq.params.stop:
             skip = seq.params.skip_special_tokens
             self._texts[seq.id] = Detokenizer(self.tokenizer, seq.output_ids, skip_special_tokens=skip)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Got:
+    """What a step gave a row, and why it ends, if it does."""
+
+    tokens: list[int]
+    reason: str | None
+    error: str | None
+    round: Round
 
 
 def _fresh(seq: Sequence) -> dict[str, object]:

@@ -6,17 +6,19 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import takewhile
+from operator import or_
 
 import torch
 
 from longdraft.capture import NOTHING
-from longdraft.config import DraftConfig
+from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import make
 from longdraft.drafts.small_model import DraftModel
+from longdraft.engine.control import Control, OwnDrafts
 from longdraft.engine.observe import Observation
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
@@ -34,9 +36,11 @@ class Runner:
         store: PagedStore,
         small: Mapping[str, DraftModel] | None = None,
         max_rows: int = 256,
+        control: Control | None = None,
     ) -> None:
         """``small``: models loaded to draft for ``model``, by name; ``max_rows``: sequences that may run at once."""
         self.model, self.store, self.small, self.max_rows = model, store, dict(small or {}), max_rows
+        self.control = control or OwnDrafts()
         self._drafts: dict[DraftConfig, Draft] = {}  # the one asked for last comes last
         self._users: defaultdict[DraftConfig, set[int]] = defaultdict(set)  # sequences that a draft may know
         self._select_s = 0.0  # of drafts that are gone
@@ -49,20 +53,23 @@ class Runner:
         """
         groups: dict[DraftConfig, list[int]] = defaultdict(list)
         for i, row in enumerate(batch.rows):
-            if row.room and row.seq.draft:
-                self._of(row.seq)
-                groups[_any_gamma(row.seq.draft)].append(i)
-        rows, log_q = list(batch.rows), {}
+            for config in row.choice.dropped:
+                self.draft(config).release(row.seq.id)
+                self._users[draft_key(config)].discard(row.seq.id)
+            if row.room and row.choice.draft:
+                self._of(row.seq, row.choice.draft)
+                groups[_any_gamma(row.choice.draft)].append(i)
+        rows, log_q, draft_s = list(batch.rows), {}, {}
         for config, members in groups.items():
             started = time.perf_counter()
             drafted = [DraftRow(rows[i].seq, rows[i].room) for i in members]
             proposal = self.draft(config).propose(drafted, sampled=config.sampling_rule == "maximal")
-            seconds = time.perf_counter() - started
+            draft_s[config] = seconds = time.perf_counter() - started
             for n, i in enumerate(members):
                 rows[i] = self._with_proposal(rows[i], proposal.tokens[n])
                 rows[i].seq.stats.draft_s += seconds
             log_q |= _by_row(proposal, [rows[i] for i in members])
-        return replace(batch, rows=rows), log_q
+        return replace(batch, rows=rows, draft_s=draft_s), log_q
 
     @property
     def select_s(self) -> float:
@@ -79,7 +86,7 @@ class Runner:
 
         Of those that know no sequence the ones asked for longest ago go once there are more than ``MOST_IDLE``.
         """
-        key = _key(config)
+        key = draft_key(config)
         draft = self._drafts.pop(key, None) or make(key, self.model, self.store, self.small, self.max_rows)
         idle = [other for other in self._drafts if not self._users[other]]
         for other in idle[: max(0, len(idle) - MOST_IDLE)]:
@@ -93,7 +100,7 @@ class Runner:
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
-        needs = [self._of(row.seq).needs if row.seq.draft else NOTHING for row in batch.rows]
+        needs = [reduce(or_, (self._of(row.seq, c).needs for c in row.choice.told), NOTHING) for row in batch.rows]
         self._observation = observation = Observation(self.model, batch.rows, needs)
         return feed(self.model, self.store, feeds, capture=observation.capture)
 
@@ -102,30 +109,35 @@ class Runner:
         groups: dict[DraftConfig, list[Sequence]] = defaultdict(list)
         observation, self._observation = self._observation, None
         for row in batch.rows:
-            if row.seq.draft and row.seq.status is Status.RUNNING:
-                groups[_key(row.seq.draft)].append(row.seq)
+            if row.seq.status is Status.RUNNING:
+                for config in row.choice.told:
+                    groups[draft_key(config)].append(row.seq)
         for config, seqs in groups.items():
             draft = self.draft(config)
             for seq in seqs:
-                if observation and (seen := observation.of(seq)):
+                if observation and (told := observation.of(seq)) and (seen := told.only(draft.needs)):
                     draft.observe(seq, seen)
             draft.follow(seqs) if batch.prefill else draft.settle(seqs)
 
     def fork(self, source: Sequence, child: Sequence) -> None:
-        """Let ``child`` share what its draft knows of ``source``, if that has the same draft."""
-        if child.draft and source.draft and _key(child.draft) == _key(source.draft):
-            self._of(child).fork(source, child)
+        """Let ``child`` share what its drafts know of ``source``, if that has them, too."""
+        self.control.fork(source, child)
+        known = {draft_key(config) for config in self.control.told(source)}
+        for config in self.control.told(child):
+            if draft_key(config) in known:
+                self._of(child, config).fork(source, child)
 
     def release(self, seq: Sequence) -> None:
         """Let the drafts forget a sequence."""
+        self.control.release(seq.id)
         for key, draft in self._drafts.items():
             draft.release(seq.id)
             self._users[key].discard(seq.id)
 
-    def _of(self, seq: Sequence) -> Draft:
-        """The draft of a sequence, which it may know from now on."""
-        self._users[_key(seq.draft)].add(seq.id)
-        return self.draft(seq.draft)
+    def _of(self, seq: Sequence, config: DraftConfig) -> Draft:
+        """A draft of a sequence, which it may know from now on."""
+        self._users[draft_key(config)].add(seq.id)
+        return self.draft(config)
 
     def _with_proposal(self, row: Row, tokens: list[int]) -> Row:
         """``row`` with the proposed tokens that there is room for, up to the first that the target does not know."""
@@ -138,12 +150,6 @@ class Runner:
 def _any_gamma(config: DraftConfig) -> DraftConfig:
     """What rows have in common that are drafted for together: all but γ."""
     return replace(config, gamma=1)
-
-
-@lru_cache(maxsize=256)
-def _key(config: DraftConfig) -> DraftConfig:
-    """What a draft object is made from: γ and the rule are the rows' business."""
-    return replace(config, gamma=1, sampling_rule="coupled")
 
 
 def _by_row(proposal: Proposal, rows: list[Row]) -> dict[int, torch.Tensor]:

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from longdraft.config import EngineConfig
-from longdraft.core import Batch, Row, Sequence, Status
+from longdraft.config import DraftConfig, EngineConfig
+from longdraft.core import Batch, Choice, Row, Sequence, Status
+from longdraft.engine.control import Control, OwnDrafts
 from longdraft.kv.store import PagedStore
 
 
@@ -26,9 +27,10 @@ class Scheduler:
         store: PagedStore,
         on_fork: Callable[[Sequence, Sequence], None] | None = None,
         on_release: Callable[[Sequence], None] | None = None,
+        control: Control | None = None,
     ) -> None:
         """Who else keeps something by sequence is told when one shares the pages of another, or loses its own."""
-        self.config, self.store = config, store
+        self.config, self.store, self.control = config, store, control or OwnDrafts()
         self._on_fork = on_fork or (lambda source, child: None)
         self._on_release = on_release or (lambda seq: None)
         self.waiting: deque[Sequence] = deque()
@@ -109,14 +111,17 @@ class Scheduler:
         for seq in [s for s in self.running if s.decoding and not s.held]:
             if seq.status is Status.RUNNING and self._reserve(seq, 1):
                 rows.append(Row(seq, num_tokens=1, num_logits=1))
+        rows = [row for row in rows if row.seq.status is Status.RUNNING]
         # Only when every row has room for its one token do proposals get what is left; nobody is preempted for them.
-        return [replace(row, room=self._room(row.seq)) for row in rows if row.seq.status is Status.RUNNING]
+        choices = self.control.choose([row.seq for row in rows]) if rows else []
+        pairs = zip(rows, choices, strict=True)
+        return [replace(row, choice=choice, room=self._room(row.seq, choice.draft)) for row, choice in pairs]
 
-    def _room(self, seq: Sequence) -> int:
-        """How many tokens may be proposed for ``seq``: γ, less near its length limit or where pages are short."""
-        if seq.draft is None:
+    def _room(self, seq: Sequence, draft: DraftConfig | None) -> int:
+        """How many tokens ``draft`` may propose for ``seq``: γ, less near its length limit or where pages are short."""
+        if draft is None:
             return 0
-        room = min(seq.draft.gamma, seq.max_total - len(seq.ids) - 1)
+        room = min(draft.gamma, seq.max_total - len(seq.ids) - 1)
         while room > 0 and not self.store.reserve(seq.id, seq.num_committed, 1 + room):
             room -= 1
         return max(room, 0)
@@ -160,7 +165,8 @@ class Scheduler:
         scored = 0
         if seq.params.prompt_logprobs is not None and len(seq.prompt_logprobs) < seq.num_prompt - 1:
             scored = min(n, seq.num_prompt - 1 - seq.num_committed)
-        return Row(seq, num_tokens=n, num_logits=int(n == seq.num_pending), num_scored=scored)
+        told = Choice(told=self.control.told(seq))
+        return Row(seq, num_tokens=n, num_logits=int(n == seq.num_pending), num_scored=scored, choice=told)
 
     def _release(self, seq: Sequence) -> None:
         self.store.free(seq.id)

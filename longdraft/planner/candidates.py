@@ -22,6 +22,19 @@ from longdraft.planner.hardware import Hardware
 BUDGETS = (256, 512)
 # What is tried without being named: 8-bit weights have kernels on CPUs only, so far.
 SELF_DRAFTS = {"cpu": ("streaming_llm", "int8"), "gpu": ("streaming_llm",)}
+# What online control chooses from where the user leaves it open, by what the target runs on.
+CONSIDERED: dict[str, tuple[DraftConfig, ...]] = {
+    "native": (
+        DraftConfig(weights="target@int8", budget=256),
+        DraftConfig(budget=256),
+        DraftConfig(weights="target@int8", kv="verified", budget=256),
+        DraftConfig(weights="ngram"),
+    ),
+    "cpu": (DraftConfig(budget=256), DraftConfig(weights="ngram")),
+    "gpu": (DraftConfig(), DraftConfig(weights="ngram")),
+}
+UNKNOWN_ACCEPTANCE = {"ngram": 0.1}  # of weights without a figure; others: 0.7
+PRIOR_LENGTH = 4096  # tokens, for which a figure is looked up
 VOCABULARY_PADDING = 0.01  # of the embedding's rows; members of a family differ by less
 
 
@@ -115,6 +128,13 @@ def _variants(draft: DraftConfig, budgets: Iterable[int]) -> list[DraftConfig]:
     kinds = [replace(draft, kv="full"), draft] if draft.own_model else [draft]
     bounded = [config for config in kinds if config.selection != "full" and config.weights != "ngram"]
     return [k for k in kinds if k not in bounded] + [replace(k, budget=budget) for k in bounded for budget in budgets]
+
+
+def prior(draft: DraftConfig, target: str) -> float:
+    """How often such a draft's tokens are assumed to stand before any was seen."""
+    figure = assumed(draft, target)
+    rate = figure.rate(PRIOR_LENGTH) if figure else UNKNOWN_ACCEPTANCE.get(draft.weights, 0.7)
+    return rate if isinstance(rate, (int, float)) else rate[0]
 
 
 def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candidate:

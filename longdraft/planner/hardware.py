@@ -102,3 +102,11 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def unmeasured_cpu(kernels: str, cores: int) -> Hardware:
+    """A guess at a processor that nobody measured. ``kernels``: the native ones' instruction set, or ``torch``."""
+    table = json.loads((files(__package__) / "hardware.json").read_text())["cores"]
+    bandwidth = min(cores * table["bandwidth_gb_s"], table["most_bandwidth_gb_s"])
+    name = f"{cores} cores, {kernels}"
+    return Hardware(name, cores * table["tflops"][kernels], bandwidth, source=table["source"], **table["values"])

@@ -9,7 +9,11 @@ from longdraft.config import DraftConfig
 
 
 class Prices(Protocol):
-    """Seconds, from calibrated curves or from the roofline model. Rows may differ in everything."""
+    """Seconds, from calibrated curves or from the roofline model. Rows may differ in everything.
+
+    Drafts are named by their ``draft_key``: γ is 1, and ``gammas`` are what count. Ratios matter; the scale is
+    observed (``pace.py``). Asked some dozens of times per plan, so an answer should take microseconds.
+    """
 
     def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
         """One pass of the target in which row ``i`` feeds ``tokens[i]`` tokens after ``lengths[i]`` cached ones."""

@@ -13,6 +13,8 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.cli.app import app
+from longdraft.cli.bench import _lines, make_arms
+from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from tests.e2e.command import longdraft
 
@@ -23,6 +25,7 @@ CELL = {
 }
 SELF = Arm("streaming_llm", DraftConfig(budget=16, gamma=2))
 FULL = Arm("full", DraftConfig(kv="full", gamma=3))
+AUTO = Arm("auto", AutoDraft())
 LOOKUP = Arm("ngram", DraftConfig(weights="ngram", gamma=2))
 SMALL = {"rounds": 2, "round_tokens": 8}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -74,6 +77,28 @@ def test_cells_are_complete_and_identical(llm):
     assert shown.read_bytes == pytest.approx(weights + 3 * length * 2 * 3 * 2 * 16 * 8, rel=0.01)
     assert shown.flops == pytest.approx(3 * (2 * weights / 8 + 4 * length * 3 * 4 * 16), rel=0.01)
     assert {name for name, *_ in seen} == {f"{x}{t}" for x in ("fill 64", "1 x 64", "3 x 64") for t in ("", " T1")}
+
+
+@pytest.mark.parametrize("rate", [None, 0.8])
+def test_an_arm_whose_drafts_are_chosen(llm, rate):
+    """What was chosen in its turns alone, whatever else ran; also with imposed acceptance."""
+    auto, fixed = measure(llm, Plan((2,), (64,), (AUTO, SELF), **SMALL, assume_acceptance=rate))
+    report = auto.report()
+    assert report.keys() == CELL | {"control"}
+    assert (auto.identical, auto.budget, auto.weights, fixed.control) == (True, None, "auto", None)
+    chosen = auto.control["chosen"]
+    assert sum(one["share"] for one in chosen) == pytest.approx(1)
+    assert {one["draft"] for one in chosen} <= {"off", "streaming_llm, budget 256", "ngram"}
+    assert min(auto.control["predicted_speedup"], auto.control["realised_speedup"]) > 0
+    assert json.dumps(report)
+    lines = {name: values for name, _, values in _lines([auto, fixed])}
+    assert lines["Eq. 2 residual"][0].endswith("%")
+    assert lines["Eq. 2 residual"][1] == ""
+
+
+def test_auto_is_one_arm_whatever_budgets_and_gammas_are_asked_for():
+    arms = make_arms(["auto", "streaming_llm"], [16, 32], [1, 2], None)
+    assert [arm.label for arm in arms] == ["auto", *(f"streaming_llm {b} γ{g}" for b in (16, 32) for g in (1, 2))]
 
 
 def test_tokens_and_order_of_turns(llm, monkeypatch):

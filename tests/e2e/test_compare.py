@@ -8,6 +8,7 @@ import torch
 
 from longdraft import LLM, DraftConfig, SamplingParams
 from longdraft.compare import compare
+from longdraft.config import AutoDraft
 from longdraft.core import Place, Sequence
 from longdraft.errors import InvalidValueError
 from longdraft.exactness import certify, forced_logits, margin, rounding, tier
@@ -81,6 +82,30 @@ def test_a_draft_of_the_llm_shows_in_the_statistics(folder, llm):
 def test_wrong_drafts_are_refused(folder, draft, words):
     with pytest.raises(InvalidValueError, match=words):
         LLM(folder, draft=draft)
+
+
+def test_a_draft_that_is_chosen_shows_what_was_chosen(folder, llm):
+    """As the LLM's own, for one call, and compared; a call may also name another draft, or none."""
+    params = replace(PARAMS[1], max_tokens=12)
+    plain = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, params)]
+    auto = LLM(folder, "auto", dtype="float64", kv_cache_memory_bytes=2**22)
+    for results in (auto.generate(PROMPTS, params), llm.generate(PROMPTS, params, draft="auto")):
+        assert [r.outputs[0].token_ids for r in results] == plain
+        for stats in (r.stats for r in results):
+            assert stats.control.rounds.total() + stats.control.off.total() == stats.verify_passes > 0
+            assert stats.control.report()["chosen"]
+    for draft in (None, "ngram", DraftConfig(budget=16)):
+        results = auto.generate(PROMPTS, params, draft=draft)
+        assert [r.outputs[0].token_ids for r in results] == plain
+        assert all(r.stats.control is None for r in results)
+        assert any(r.stats.drafted for r in results) == isinstance(draft, DraftConfig)
+    with auto.stream(PROMPTS[0], params, draft=None) as stream:
+        assert [t for piece in stream for t in piece.token_ids] == plain[0]
+    result = compare(llm, PROMPTS, params, AutoDraft())
+    assert result.identical
+    assert result.held
+    assert result.speculative["control"]["chosen"]
+    assert "control" not in result.plain
 
 
 def test_tiers(folder, llm):

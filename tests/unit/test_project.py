@@ -27,6 +27,7 @@ LAYERS = [
     {"prompts"},
     {"request"},
     {"llm_draft"},
+    {"llm_control"},
     {"llm"},
     {"async_llm"},
     {"compare"},

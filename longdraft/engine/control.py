@@ -1,0 +1,53 @@
+"""Who proposes for which row: what the engine asks at every step, and the answer where requests name their drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from longdraft.config import DraftConfig
+from longdraft.core import Choice, Round, Sequence
+
+
+class Control(Protocol):
+    """Chooses drafts. Nothing that it answers changes what a request returns."""
+
+    drafts: tuple[DraftConfig, ...]  # those that may be chosen where a request leaves it open
+
+    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
+        """For the decoding rows of a step, all of them."""
+
+    def told(self, seq: Sequence) -> tuple[DraftConfig, ...]:
+        """The drafts that follow a sequence: their needs are captured, and they take in its prompt."""
+
+    def observe(self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float]) -> None:
+        """After a decode step: what came of it, how long it took, and how much of that each draft took."""
+
+    def fork(self, source: Sequence, child: Sequence) -> None:
+        """``child`` goes on from ``source``'s tokens."""
+
+    def release(self, seq_id: int) -> None:
+        """A sequence ended or lost its pages; one that is not known is fine."""
+
+
+class OwnDrafts:
+    """Every request has the draft that it named, at every step."""
+
+    drafts: tuple[DraftConfig, ...] = ()
+
+    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
+        """See ``Control``."""
+        return [seq.own_choice for seq in seqs]
+
+    def told(self, seq: Sequence) -> tuple[DraftConfig, ...]:
+        """See ``Control``."""
+        return seq.own_choice.told
+
+    def observe(self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float]) -> None:
+        """See ``Control``."""
+
+    def fork(self, source: Sequence, child: Sequence) -> None:
+        """See ``Control``."""
+
+    def release(self, seq_id: int) -> None:
+        """See ``Control``."""

@@ -1,0 +1,69 @@
+"""The online control of an ``LLM``: which drafts it considers on this machine, and by which prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longdraft.config import DraftConfig
+from longdraft.drafts.registry import kept_tokens, page_note_bytes
+from longdraft.kernels import native
+from longdraft.kernels.dispatch import CallSpec, select
+from longdraft.models.config import ModelConfig
+from longdraft.planner.candidates import CONSIDERED, Target, prior
+from longdraft.planner.control import Controller
+from longdraft.planner.hardware import Hardware, named_hardware, unmeasured_cpu
+from longdraft.planner.roofline import Roofline
+
+UNMEASURED_GPU = "A100-80GB"
+
+
+def call_spec(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
+) -> CallSpec:
+    """What the target's kernels will have to serve."""
+    group = config.num_heads // config.num_kv_heads
+    return CallSpec(device.type, dtype, kv_dtype, config.head_dim, group, page_size)
+
+
+def kept_by(
+    drafts: Sequence[DraftConfig], config: ModelConfig, kv_dtype: torch.dtype, page_size: int
+) -> dict[str, Any]:
+    """What drafts keep beside the target's weights and cache, all of them at once, as ``size_engine`` asks for it."""
+    tokens = [kept_tokens(draft) for draft in drafts]
+    return {
+        "int8_draft": any(draft.weights == "target@int8" for draft in drafts),
+        "copied": sum(copied for copied, _ in tokens),
+        "observed": sum(observed for _, observed in tokens),
+        "page_notes": sum(page_note_bytes(draft, config, kv_dtype, page_size) for draft in drafts),
+    }
+
+
+def kind_of(spec: CallSpec) -> str:
+    """What a target's passes run on, as ``CONSIDERED`` names it."""
+    if spec.device != "cpu":
+        return "gpu"
+    return "native" if select("linear", spec).name == "native" else "cpu"
+
+
+def considered(spec: CallSpec) -> tuple[DraftConfig, ...]:
+    """The drafts that control chooses from."""
+    return CONSIDERED[kind_of(spec)]
+
+
+def make_control(name: str, config: ModelConfig, spec: CallSpec) -> Controller:
+    """Control for a target called ``name``. Nothing is measured now: what passes take shows while they run."""
+    drafts = considered(spec)
+    target = Target(name, config, _hardware(spec), spec.dtype.itemsize, spec.kv_dtype.itemsize)
+    return Controller(Roofline(target, drafts), {draft: prior(draft, name) for draft in drafts})
+
+
+def _hardware(spec: CallSpec) -> Hardware:
+    kind = kind_of(spec)
+    if kind == "gpu":
+        return named_hardware(UNMEASURED_GPU)
+    if kind == "native":
+        return unmeasured_cpu(native.runtime().isa, native.runtime().threads)
+    return unmeasured_cpu("torch", torch.get_num_threads())

@@ -1,0 +1,117 @@
+"""What a step of one batch costs under every choice: prices times pace, and the states of drafts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from longdraft.config import DraftConfig, draft_key
+from longdraft.core import Sequence as EngineSequence
+from longdraft.planner.pace import Pace
+from longdraft.planner.prices import Prices
+
+OTHER = "other"  # what is not observed on its own has the machine's pace
+SPREAD = 128  # tokens over which waking a draft is spread, where the row has so many left
+
+
+def verify_kind(tokens: Sequence[float]) -> tuple[str, int]:
+    """The kind of a target's pass, for its pace: tokens per row."""
+    return "target", round(sum(tokens) / len(tokens))
+
+
+def draft_kind(number: int) -> tuple[str, int]:
+    """The kind of a draft's passes."""
+    return "draft", number
+
+
+@dataclass
+class BatchCosts:
+    """See ``Costs``. ``choosing`` are the numbers of the rows that choose among all ``seqs`` of a step.
+
+    ``awake`` says of a draft's number which of the choosing rows it has a state of.
+    """
+
+    prices: Prices
+    pace: Pace
+    drafts: Sequence[DraftConfig]
+    seqs: Sequence[EngineSequence]
+    choosing: Sequence[int]
+    awake: Mapping[int, frozenset[int]]
+    lengths: list[int] = field(init=False)
+    fed: list[int] = field(init=False)  # by all rows, where those that choose have no proposal
+    constant: float = field(init=False)  # seconds, whatever is chosen
+    _known: dict[int, list[float]] = field(default_factory=dict)
+    _passes: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _factors: dict[Hashable, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lengths = [seq.num_committed for seq in self.seqs]
+        self.fed = [1 + (seq.own_choice.draft.gamma if seq.own_choice.draft else 0) for seq in self.seqs]
+        self.constant = sum(self.upkeep(number, rows) for number, rows in self.awake.items()) + self._own_drafts()
+
+    def target(self, tokens: Sequence[int]) -> float:
+        """See ``Costs``; the same is asked for every draft."""
+        key = tuple(tokens)
+        if key not in self._passes:
+            fed = list(self.fed)
+            for i, count in zip(self.choosing, tokens, strict=True):
+                fed[i] = count
+            price = self.prices.target(self.lengths, fed)
+            self._passes[key] = self.constant + self._factor(verify_kind(fed)) * price
+        return self._passes[key]
+
+    def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:
+        """See ``Costs``."""
+        lengths = [self.lengths[self.choosing[i]] for i in rows]
+        seconds = self._factor(draft_kind(number)) * self.prices.draft(self.drafts[number], lengths, gammas)
+        beside = self._beside(number)
+        return seconds + sum(beside[i] for i in rows)
+
+    def upkeep(self, number: int, rows: Sequence[int] | frozenset[int]) -> float:
+        """Of a draft that proposes nothing for some of the choosing rows."""
+        if not rows:
+            return 0.0
+        price = self.prices.upkeep(self.drafts[number], [self.lengths[self.choosing[i]] for i in rows])
+        return self._factor(OTHER) * price
+
+    def wake(self, number: int, row: int) -> float:
+        """Seconds to give a draft its state of one of the choosing rows."""
+        return self._factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
+
+    def waking(self, number: int, row: int) -> float:
+        """See ``Costs``."""
+        return 0.0 if row in self.awake.get(number, frozenset()) else self.wake(number, row)
+
+    def _beside(self, number: int) -> list[float]:
+        """By row what its proposals cost beside the passes: its share of waking, or (negative) the upkeep saved."""
+        if number not in self._known:
+            awake = self.awake.get(number, frozenset())
+            rows = range(len(self.choosing))
+            self._known[number] = [
+                -self.upkeep(number, [i]) if i in awake else self.wake(number, i) / self._left(i) for i in rows
+            ]
+        return self._known[number]
+
+    def _factor(self, kind: Hashable) -> float:
+        if kind not in self._factors:
+            self._factors[kind] = self.pace.factor(kind)
+        return self._factors[kind]
+
+    def _own_drafts(self) -> float:
+        """What the drafts take that other rows have named, as far as they have a price."""
+        groups: dict[DraftConfig, list[int]] = defaultdict(list)
+        for i, seq in enumerate(self.seqs):
+            if seq.own_choice.draft:
+                groups[draft_key(seq.own_choice.draft)].append(i)
+        seconds = 0.0
+        for config, rows in groups.items():
+            if config in self.drafts:
+                gammas = [self.fed[i] - 1 for i in rows]
+                price = self.prices.draft(config, [self.lengths[i] for i in rows], gammas)
+                seconds += self._factor(draft_kind(self.drafts.index(config))) * price
+        return seconds
+
+    def _left(self, row: int) -> int:
+        seq = self.seqs[self.choosing[row]]
+        return max(1, min(SPREAD, seq.max_total - len(seq.ids)))

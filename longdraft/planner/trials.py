@@ -1,0 +1,169 @@
+"""What is tried now and then beside the plan, so that what was given up can come back, and what it may cost.
+
+A draft that does not propose is tried for a round where it would pay if its tokens stood as often as one may hope; a
+plain step is taken where none was seen for long, since everything is compared with plain decoding. Trials are paid
+from a credit of one part in so many of all predicted time, and come more rarely each time that they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from longdraft.planner.estimate import Try
+from longdraft.planner.joint import Offer, Plan, Problem
+
+SHARE = 1 / 300  # of the predicted time
+FIRST_CREDIT, MOST_CREDIT = 1, 16  # plain steps' worth: to get to know the drafts, and at most
+HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
+WORTH = 1.02  # by so much it would have to be faster than the plan
+GAMMA = 1
+FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
+FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
+TRIES = 4  # proposed tokens that a trial takes at least, over so many rounds at most
+PROMISING = 0.7  # share of accepted tokens of a row that calls for another round at once
+
+
+@dataclass
+class _Draft:
+    """When a draft is tried next."""
+
+    due: int = 0
+    interval: int = FIRST
+    promising: frozenset[int] = frozenset()  # ids of the sequences for which it did well in the last trial
+
+    def put_off(self, step: int) -> None:
+        """It changed nothing, or would not: later, and later each time."""
+        self.interval, self.promising = min(2 * self.interval, LAST), frozenset()
+        self.due = step + self.interval
+
+
+@dataclass
+class _Trial:
+    """One that is under way, over ``left`` more rounds at most."""
+
+    number: int
+    left: int
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence id → (asked, accepted)
+
+    @property
+    def asked(self) -> int:
+        """Proposed tokens so far."""
+        return sum(asked for asked, _ in self.rows.values())
+
+    def note(self, tries: Sequence[Try]) -> None:
+        """Its next round."""
+        self.left -= 1
+        for seq_id, asked, accepted in tries:
+            before = self.rows.get(seq_id, (0, 0))
+            self.rows[seq_id] = before[0] + asked, before[1] + accepted
+
+    def promising(self) -> frozenset[int]:
+        """The sequences for which it did well."""
+        return frozenset(i for i, (asked, accepted) in self.rows.items() if accepted >= PROMISING * asked)
+
+
+class Trials:
+    """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can."""
+
+    def __init__(self, slow: Sequence[bool]) -> None:
+        self.slow = slow
+        self.credit: float | None = None  # seconds; a first one is given when steps have a price
+        self._drafts = [_Draft() for _ in slow]
+        self._plain_due, self._plain_seen = FIRST_PLAIN, 0
+        self._under_way: _Trial | None = None
+
+    def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
+        """``plan``, or what is tried instead in this step."""
+        if self.credit is None:
+            self.credit = FIRST_CREDIT * plain.seconds
+        self.credit = min(self.credit + SHARE * plan.seconds, MOST_CREDIT * plain.seconds)
+        for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
+            self._drafts[number].due = step + FIRST
+        if not plan.off and step >= self._plain_due:
+            self._plain_measured(step)  # also where rows that do not choose go on with their drafts
+            return plain
+        trial = self._trial(problem, plan, step)
+        if trial is None:
+            return plan
+        if trial is not plan:
+            self.credit -= max(0.0, _loss(problem, trial, plan))
+        return trial
+
+    def begin_anew(self, step: int) -> None:
+        """Try every draft soon."""
+        for draft in self._drafts:
+            draft.interval, draft.due, draft.promising = FIRST, min(draft.due, step + 1), frozenset()
+
+    def observe(self, plain: bool, seen: Mapping[int, Sequence[Try]], step: int) -> None:
+        """What came of a step: whether it was a plain one, and the rounds of drafts by their numbers."""
+        if plain:
+            self._plain_measured(step)
+        if self._under_way is None:
+            return
+        trial = self._under_way
+        trial.note(seen.get(trial.number, ()))
+        if trial.left > 0 and trial.asked < TRIES:
+            return
+        self._under_way, draft = None, self._drafts[trial.number]
+        draft.promising = trial.promising()
+        if draft.promising:
+            draft.due = step + 1
+        else:
+            draft.put_off(step)
+        if len(draft.promising) > len(trial.rows) / 2:
+            draft.promising = frozenset()  # then it may be so for all
+
+    def _plain_measured(self, step: int) -> None:
+        self._plain_seen += 1
+        self._plain_due = step + min(FIRST_PLAIN << min(self._plain_seen, 10), LAST_PLAIN)
+
+    def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
+        """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
+        if self._under_way is not None:
+            if self._under_way.number not in plan.drafts:
+                return self._affordable(problem, plan, self._under_way.number) or plan
+            self._under_way = None
+        waiting = [n for n, draft in enumerate(self._drafts) if draft.due <= step and n not in plan.drafts]
+        for number in sorted(waiting, key=lambda n: self._drafts[n].due):
+            offer = next((offer for offer in problem.offers if offer.number == number), None)
+            if offer is None or not _hopeful(problem, plan, offer):
+                self._drafts[number].put_off(step)
+                continue
+            trial = self._affordable(problem, plan, number)
+            if trial is not None:
+                self._under_way = _Trial(number, TRIES + self.slow[number])
+            return trial
+        return None
+
+    def _affordable(self, problem: Problem, plan: Plan, number: int) -> Plan | None:
+        """``plan`` with this draft for all rows, for half of them, … or for one, as the credit allows.
+
+        If some rows did well in the last trial, it is for these.
+        """
+        rows, promising = [i for i, cap in enumerate(problem.caps) if cap], self._drafts[number].promising
+        rows = [i for i in rows if problem.ids[i] in promising] or rows
+        while rows:
+            drafts, gammas = list(plan.drafts), list(plan.gammas)
+            for i in rows:
+                drafts[i], gammas[i] = number, min(GAMMA, problem.caps[i])
+            trial = problem.plan(drafts, gammas)
+            if _loss(problem, trial, plan) <= self.credit:
+                return trial
+            rows = rows[: len(rows) // 2]
+        return None
+
+
+def _loss(problem: Problem, trial: Plan, plan: Plan) -> float:
+    """Seconds that the trial is expected to lose against the plan, with all that waking takes."""
+    moved = [i for i, number in enumerate(trial.drafts) if number != plan.drafts[i] and number is not None]
+    waking = sum(problem.costs.waking(trial.drafts[i], i) for i in moved)
+    return trial.seconds + waking - trial.tokens / plan.rate
+
+
+def _hopeful(problem: Problem, plan: Plan, offer: Offer) -> bool:
+    """Whether the draft would beat the plan if its tokens stood as often as one may hope."""
+    chances = [HOPE ** (k + 1) for k in range(max(problem.caps, default=0))]
+    hoped = Offer(offer.number, [chances] * len(problem.caps))
+    best = Problem(problem.costs, [hoped], problem.caps, problem.others).alone(hoped, plan.rate)
+    return best.rate > WORTH * plan.rate

@@ -1,0 +1,447 @@
+"""Online control without a model or a clock: recorded costs, given acceptances, and the best that could be done."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from longdraft.config import AutoDraft, DraftConfig
+from longdraft.core import Choice, Round, Row
+from longdraft.outputs import ControlStats
+from longdraft.planner.batch import BatchCosts
+from longdraft.planner.candidates import CONSIDERED, Target, prior
+from longdraft.planner.catalogue import known_models
+from longdraft.planner.control import Controller
+from longdraft.planner.cost import pass_work, times
+from longdraft.planner.estimate import Own, Pool, survival
+from longdraft.planner.hardware import unmeasured_cpu
+from longdraft.planner.joint import Offer, Problem
+from longdraft.planner.pace import Pace
+from longdraft.planner.roofline import Roofline
+from tests.unit.recorded import EPYC, INT8, NGRAM, WINDOW, Recorded, World, oracle, sequence
+
+DRAFTS = {INT8: 0.75, WINDOW: 0.75}
+
+
+def play(lengths, rate, tokens, *, costs=EPYC, prices=None, drafts=DRAFTS, seed=0):
+    """A world in which every draft's tokens stand as ``rate(row, position)`` says, until all rows have their tokens."""
+    control = Controller(prices or costs, drafts)
+    world = World(control, costs, lengths, lambda draft, row, at: rate(row, at), seed)
+    while min(len(seq.output_ids) for seq in world.seqs) < tokens:
+        world.step()
+    return world
+
+
+def regret(world, lengths, rate, tokens, step=100):
+    """Seconds over those of one who knows the rates and makes the best choice every ``step`` tokens; luck apart."""
+    seconds = 0.0
+    for at in range(0, tokens, step):
+        now, rates = [n + at + step // 2 for n in lengths], [rate(i, at) for i in range(len(lengths))]
+        seconds += world.deserved * step / tokens / oracle(world.costs, now, {draft: rates for draft in DRAFTS})
+    return world.seconds / seconds
+
+
+# --- against the best that could be done, and against plain decoding
+
+
+def drift(row, at):
+    """0.9, then 0.5, then 0.9 again."""
+    return 0.5 if 600 <= at < 1200 else 0.9
+
+
+@pytest.mark.parametrize("shape", [(8, 2000), (4, 1500), (1, 7000), (2, 512)])
+def test_drifting_acceptance_is_followed(shape):
+    lengths = [shape[1]] * shape[0]
+    world = play(lengths, drift, 1800)
+    assert regret(world, lengths, drift, 1800) < 1.05
+
+
+@pytest.mark.parametrize(("shape", "scale", "bend"), [((8, 7000), 40.0, 1.25), ((4, 1500), 0.01, 0.8)])
+def test_prices_may_be_off_in_scale_and_shape(shape, scale, bend):
+    """Observed passes set them right: the draft's and the target's are wrong by different factors."""
+    drafts = {d: ({n: bend * ms for n, ms in by.items()}, once) for d, (by, once) in EPYC.drafts.items()}
+    wrong = Recorded({n: scale * ms for n, ms in EPYC.linear.items()}, scale * EPYC.read, scale * EPYC.query, {})
+    wrong.drafts = {d: ({n: scale * ms for n, ms in by.items()}, scale * once) for d, (by, once) in drafts.items()}
+    lengths = [shape[1]] * shape[0]
+    world = play(lengths, drift, 1800, prices=wrong)
+    assert regret(world, lengths, drift, 1800) < 1.06
+
+
+@pytest.mark.parametrize(("shape", "rate"), [((8, 512), 0.0), ((1, 512), 0.6), ((4, 2000), 0.3), ((1, 7000), 0.0)])
+def test_plain_decoding_is_hardly_ever_better(shape, rate):
+    world = play([shape[1]] * shape[0], lambda row, at: rate, 1000)
+    assert world.seconds < 1.01 * world.plain_s
+
+
+def test_it_finds_its_way_back():
+    """Off while nothing stands; within a few hundred tokens of the change it proposes again, and gains."""
+    world = play([2000] * 4, lambda row, at: 0.0 if at < 800 else 0.95, 1600)
+    middle = [rows for rows in world.steps[200:780] if any(room for _, room in rows)]
+    assert 0 < len(middle) < 0.06 * 580  # trials, and no more
+    last = world.steps[-50:]
+    assert sum(all(room >= 2 for _, room in rows) for rows in last) > 40
+    assert world.plain_s / world.seconds > 1.06
+
+
+def test_a_mixed_batch_gains_over_always_and_never():
+    """Two rows whose text is easy among six whose text is hard: only the easy ones are drafted for."""
+    costs = replace(EPYC, linear={1: 7.0, 8: 8.0, 64: 60.0})  # verifying is dear
+    rates = [0.95, 0.95, *[0.1] * 6]
+    world = play([7000] * 8, lambda row, at: rates[row], 400, costs=costs)
+    late = world.steps[-60:]
+    drafted = [sum(rows[i][1] > 0 for rows in late) for i in range(8)]
+    assert min(drafted[:2]) > 45
+    assert sum(drafted[2:]) < 0.2 * 6 * 60  # tried now and then, as they might have changed
+    seconds = world.costs.target([7200] * 8, [5] * 8) + world.costs.draft(INT8, [7200] * 8, [4] * 8)
+    always = sum(sum(rate**k for k in range(5)) for rate in rates) / seconds
+    never = 8 / world.costs.target([7200] * 8, [1] * 8)
+    assert world.tokens / world.seconds > 1.03 * max(always, never)
+
+
+def test_the_better_draft_is_found():
+    """It was assumed to be the worse one, and is tried because it might not be."""
+    control = Controller(EPYC, {INT8: 0.9, WINDOW: 0.3})
+    world = World(control, EPYC, [7000] * 4, lambda draft, row, at: 0.9 if draft.weights == "target" else 0.4)
+    for _ in range(600):
+        world.step()
+    assert sum(rows[0][0] == WINDOW.label for rows in world.steps[-100:]) > 90
+
+
+# --- the joint choice
+
+
+class OneBatch:
+    """Costs of one batch at recorded prices."""
+
+    def __init__(self, costs, drafts, lengths):
+        self.costs, self.drafts, self.lengths = costs, drafts, lengths
+
+    def target(self, tokens):
+        return self.costs.target(self.lengths, tokens)
+
+    def draft(self, number, rows, gammas):
+        return self.costs.draft(self.drafts[number], [self.lengths[i] for i in rows], gammas)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_joint_choice_against_every_choice(seed):
+    rng = random.Random(seed)
+    lengths = [rng.choice([200, 1000, 4000, 12000]) for _ in range(3)]
+    rates = {draft: [rng.choice([0.2, 0.5, 0.7, 0.85, 0.95]) for _ in lengths] for draft in (INT8, WINDOW)}
+    chances = [Offer(n, [survival([r] * 5) for r in own]) for n, own in enumerate(rates.values())]
+    found = Problem(OneBatch(EPYC, list(rates), lengths), chances, [5] * 3).best()
+    assert found.rate > 0.985 * oracle(EPYC, lengths, rates, most=5)
+
+
+def test_a_draft_without_a_pass_joins_another():
+    """The row that repeats itself takes what it finds in its own text, the others go on with the model's draft."""
+    lengths = [7000] * 4
+    offers = [
+        Offer(0, [survival([r] * 6) for r in (0.7, 0.9, 0.9, 0.9)]),
+        Offer(1, [survival([0.8] * 6)] + [[0.0] * 6] * 3),
+    ]
+    found = Problem(OneBatch(EPYC, [INT8, NGRAM], lengths), offers, [6] * 4).best()
+    assert found.drafts == (1, 0, 0, 0)
+    assert found.gammas[0] > found.gammas[1]
+
+
+def test_caps_and_rows_that_do_not_choose():
+    costs = OneBatch(EPYC, [INT8], [7000, 7000])
+    offers = [Offer(0, [survival([0.9] * 8)] * 2)]
+    found = Problem(costs, offers, [2, 0]).best()
+    assert found.gammas == (2, 0)
+    assert found.tokens == pytest.approx(1 + 0.9 + 0.81 + 1)
+    assert Problem(costs, offers, [2, 0], others=3.0).plan([0, None], [2, 0]).tokens == found.tokens + 3
+    assert Problem(costs, offers, [2, 0], others=30.0).best().off  # the time of so many others is worth more
+    assert Problem(costs, offers, [0, 0]).best().off
+
+
+# --- what is seen
+
+
+def test_acceptance_is_that_of_tokens_reached_for():
+    """Rounds of two, of which two, one and none stood: 2 of 3 at the first position, 1 of 2 at the second, no more."""
+    pool = Pool(4, prior=0.5)
+    pool.observe(1, [(0, 2, 2), (1, 2, 1), (2, 2, 0)])
+    assert pool.counts.tried == [3, 2, 0, 0]
+    assert pool.counts.stood == [2, 1, 0, 0]
+    rates = pool.rates(1)
+    assert rates[2] == rates[3] == rates[1]  # nothing is known there: as the position before
+    assert rates[1] < rates[0]
+
+
+def test_estimates_of_censored_rounds_are_right_and_fade():
+    rng, true, pool = random.Random(1), [0.9, 0.8, 0.6, 0.6], Pool(4, prior=0.2)
+    own = Own(4)
+    for step in range(1, 400):
+        asked = rng.randint(1, 4)
+        accepted = next((k for k in range(asked) if rng.random() > true[k]), asked)
+        pool.observe(step, [(0, asked, accepted)])
+        own.observe(step, asked, accepted)
+    assert pool.rates(step) == pytest.approx(true, abs=0.2)
+    assert own.rates(step, true, 12) == pytest.approx(true, abs=0.1)
+    before = pool.rates(step)[0]
+    for step in range(400, 480):
+        pool.observe(step, [(0, 1, 0)])
+    assert pool.rates(step)[0] < 0.2 < before
+    assert pool.evidence(step) > 10 * pool.evidence(step + 600)
+
+
+def test_a_row_differs_from_its_pool_also_where_it_was_not_seen():
+    own, usual = Own(3), [0.8, 0.8, 0.8]
+    assert own.rates(0, usual, 12) == pytest.approx(usual)
+    for step in range(1, 40):
+        own.observe(step, 1, 0)
+    rates = own.rates(40, usual, 12)
+    assert rates[0] < 0.4
+    assert max(rates[1:]) < 0.5
+    assert own.rates(40 + 2000, usual, 12) == pytest.approx(usual, abs=0.05)  # and is given another chance
+
+
+def test_an_unseen_position_is_what_the_seen_one_is():
+    """After a while of short rounds a longer one is as good as they are, whatever it was once."""
+    pool = Pool(2, prior=0.5)
+    for step in range(1, 60):
+        pool.observe(step, [(0, 2, 1)])
+    assert pool.rates(60)[1] < 0.2
+    for step in range(60, 800):
+        pool.observe(step, [(0, 1, 1)])
+    assert pool.rates(800)[1] > 0.8
+
+
+def test_pace_learns_the_scale_and_each_kinds_own_error():
+    rng, pace = random.Random(0), Pace()
+    true = {"a": 3.0, "b": 3.6}
+    for n in range(300):
+        kind = "a" if n % 10 else "b"
+        burst = 4.0 if n == 250 else 1.0  # somebody else's work
+        pace.observe(kind, burst * true[kind] * math.exp(rng.gauss(0, 0.05)), 1.0)
+    assert pace.factor("a") == pytest.approx(3.0, rel=0.05)
+    assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.04)
+    assert 2.9 < pace.factor("new") < 3.7  # as one of the two, or between them
+    for _ in range(60):  # the machine slows down; what was not seen is known to be slower, too
+        pace.observe("a", 6.0, 1.0)
+    assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.1)
+
+
+class Flat:
+    """A pass takes a second; a drafted token takes ``draft_s``."""
+
+    def __init__(self, draft_s):
+        self.draft_s = draft_s
+
+    def target(self, lengths, tokens):
+        return 1.0
+
+    def draft(self, config, lengths, gammas):
+        return self.draft_s * max(gammas)
+
+    def upkeep(self, config, lengths):
+        return 0.0
+
+    wake = upkeep
+
+
+@pytest.mark.parametrize(("draft_s", "starts"), [(0.88, False), (0.84, True)])  # 1.9 tokens in 1.88 or 1.84 s
+def test_a_gain_of_one_per_cent_is_not_worth_starting_for(draft_s, starts):
+    (choice,) = Controller(Flat(draft_s), {INT8: 0.9}).choose([sequence(0, 100)])
+    assert (choice.draft is not None) == starts
+
+
+def test_what_was_not_seen_lately_is_not_chosen_and_old_evidence_fades_when_another_comes_into_use():
+    control = Controller(EPYC, {INT8: 0.6, WINDOW: 0.99, NGRAM: 0.1})
+    seen, untested, failed = control.evidence.pools
+    for _ in range(20):
+        seen.observe(1, [(0, 4, 3)] * 8)
+        failed.observe(1, [(0, 1, 0)] * 8)
+    control._step = 1
+    (choice,) = control.choose([sequence(0, 7000)])
+    assert replace(choice.draft, gamma=1) == INT8
+    assert untested.evidence(2) == 0
+    assert failed.evidence(2) <= 2 < seen.evidence(2)
+
+
+def test_the_maximal_rule_says_nothing_of_the_coupled_one():
+    control = Controller(EPYC, DRAFTS)
+    for rule, evidence in (("maximal", 0), ("coupled", 1)):
+        answer(control, [replace(sequence(0, 7000), draft=replace(INT8, gamma=2, sampling_rule=rule))], 9)
+        assert control.evidence.pools[0].evidence(0) == evidence
+
+
+def test_a_pass_costs_its_price_times_the_pace_of_its_kind():
+    pace, seqs = Pace(), [sequence(0, 7000)]
+    for _ in range(60):
+        pace.observe(("target", 1), 1.0, 1.0)
+        pace.observe(("target", 4), 1.5, 1.0)
+    costs = BatchCosts(EPYC, pace, (INT8,), seqs, [0], {})
+    dear = costs.target([4]) / EPYC.target([7000], [4])
+    assert dear / (costs.target([1]) / EPYC.target([7000], [1])) == pytest.approx(1.5, rel=0.05)
+
+
+# --- states of drafts
+
+
+def answer(control, seqs, gain):
+    """One step: what was chosen, and ``gain`` accepted tokens for every row that had proposals."""
+    choices, rounds, lengths = control.choose(seqs), [], [seq.num_committed for seq in seqs]
+    for seq, choice in zip(seqs, choices, strict=True):
+        room = choice.draft.gamma if choice.draft else 0
+        row = Row(seq, 1, 1, room=room, proposal=(0,) * room, choice=choice)
+        rounds.append(Round(row, room, min(gain, room), 1 + min(gain, room)))
+        seq.num_committed += 1 + min(gain, room)
+        seq.ids.extend([0] * (1 + min(gain, room)))
+    control.observe(rounds, control.prices.target(lengths, [1 + r.row.room for r in rounds]), {})
+    return choices
+
+
+def test_waking_is_priced_and_idle_states_are_dropped():
+    costs = replace(EPYC, wakes={INT8: 1000.0}, upkeeps={INT8: 0.5})  # 7 s for 7,000 tokens, 0.5 ms per pass
+    control, seqs = Controller(costs, {INT8: 0.9}), [sequence(0, 7000, new=40)]
+    assert all(answer(control, seqs, 9)[0] == Choice() for _ in range(20))  # 7 s for forty tokens: never
+    costs = replace(EPYC, wakes={INT8: 0.001}, upkeeps={INT8: 0.5})  # 7 ms
+    control, seqs = Controller(costs, {INT8: 0.9}), [sequence(0, 7000)]
+    (first,) = answer(control, seqs, 9)
+    assert first.draft is not None
+    assert first.told == (INT8,) == control.told(seqs[0])
+    choices = [answer(control, seqs, 0)[0] for _ in range(60)]
+    gone = next(n for n, choice in enumerate(choices) if choice.dropped)
+    off = next(n for n, choice in enumerate(choices) if choice.draft is None)
+    assert choices[gone].dropped == (INT8,)
+    assert INT8 not in choices[gone].told
+    assert 7 / 0.5 - 9 < gone - off < 7 / 0.5 + 12  # ms to wake it, over ms per pass: as soon as it cost as much
+
+
+def test_a_fork_has_its_sources_states_and_the_dead_have_none():
+    control, (source, child) = Controller(EPYC, DRAFTS), (sequence(0, 7000), sequence(1, 7000))
+    answer(control, [source], 9)
+    control.fork(source, child)
+    assert control.told(child) == control.told(source) != ()
+    control.release(0)
+    assert control.told(source) == ()
+    (again,) = answer(control, [source], 9)  # preempted and filled again while its plan stood
+    assert again.told == control.told(source) != ()
+    control.release(0)
+    plain = replace(child, id=2, draft=None)
+    control.fork(child, plain)
+    assert control.told(plain) == ()
+
+
+def test_requests_with_drafts_of_their_own_keep_them():
+    """They share the pass, and what they show of a draft counts."""
+    control, own = Controller(EPYC, DRAFTS), replace(INT8, gamma=3)
+    fixed, plain, auto = (
+        replace(sequence(0, 7000), draft=own),
+        replace(sequence(1, 7000), draft=None),
+        sequence(2, 7000),
+    )
+    for _ in range(3):
+        first, second, third = answer(control, [fixed, plain, auto], 9)
+        assert (first, second) == (Choice(own, (own,)), Choice())
+        assert third.draft is not None
+    later = [answer(control, [fixed, plain, auto], 9)[2].draft for _ in range(60)]
+    assert later.count(None) < 6  # plain decoding is measured, but not again and again because it never is all plain
+    assert control.told(fixed) == (own,)
+    assert control.evidence.pools[0].evidence(control._step) > 5
+    assert control.choose([fixed, plain]) == [Choice(own, (own,)), Choice()]
+    assert fixed.stats.control.seconds == 0 < auto.stats.control.seconds
+
+
+def test_gamma_ends_with_the_request_and_with_its_own_limit():
+    control = Controller(replace(EPYC, drafts={INT8: ({1: 0.1, 16: 0.1}, 0.0)}), {INT8: 0.99})
+    short, small, free = sequence(0, 7000, new=3), sequence(1, 7000), sequence(2, 7000)
+    small.draft = AutoDraft(gamma=2)
+    gammas = [choice.draft and choice.draft.gamma for choice in control.choose([short, small, free])]
+    assert gammas[:2] == [1, 2]
+    assert gammas[2] > 3
+
+
+# --- why not, and what came of it
+
+
+def why(costs, lengths, rate, steps=40, drafts=None):
+    world = World(Controller(costs, drafts or {INT8: 0.9}), costs, lengths, lambda draft, row, at: rate)
+    for _ in range(steps):
+        world.step()
+    return world.control.stats.off.most_common(1)[0][0]
+
+
+def test_reasons():
+    dear = replace(EPYC, drafts={INT8: ({1: 40.0, 16: 40.0}, 0.0)})
+    assert why(EPYC, [7000] * 4, 0.0) == "acceptance too low"
+    assert why(dear, [300], 0.9) == "too short a context"
+    computing = replace(EPYC, linear={n: 4.0 * n for n in (1, 8, 1000)}, read=0.01)
+    assert why(computing, [300] * 64, 0.9, steps=4) == "batch too large"
+    control, seqs = Controller(EPYC, DRAFTS), [sequence(0, 7000, new=2)]
+    seqs[0].ids.append(0)
+    seqs[0].num_committed += 1
+    answer(control, seqs, 0)
+    assert dict(seqs[0].stats.control.off) == {"near its end": 1}
+
+
+def test_predicted_and_realised_speedup_and_the_residual():
+    world = play([7000] * 8, lambda row, at: 0.8, 600)
+    stats, late = world.control.stats, ControlStats()
+    assert stats.realised_speedup == pytest.approx(world.plain_s / world.seconds, rel=0.02)
+    assert stats.predicted_speedup == pytest.approx(stats.realised_speedup, rel=0.06)
+    assert stats.eq2_residual == pytest.approx(stats.predicted_speedup / stats.realised_speedup - 1)
+    assert sum(share for *_, share in stats.shares) == pytest.approx(1)
+    assert stats.rounds.total() + stats.off.total() == 8 * len(world.steps)
+    total = ControlStats.total(seq.stats.control for seq in world.seqs)
+    assert (total.rounds, total.off) == (stats.rounds, stats.off)
+    assert total.eq2_residual == pytest.approx(stats.eq2_residual)
+    assert late.add(total).add(total, -1).shares == []
+    assert (late.predicted_speedup, late.realised_speedup, late.eq2_residual) == (1, 1, 0)
+
+
+# --- prices by the roofline
+
+
+def target(name="SmolLM2-135M", cores=2):
+    return Target(name, known_models()[name], unmeasured_cpu("avx512bf16", cores))
+
+
+def test_the_sum_of_contexts_counts_not_their_number():
+    prices = Roofline(target(), CONSIDERED["native"])
+    one, many = prices.target([7000, 7000], [1, 1]), prices.target([500, 13500], [1, 1])
+    assert one == pytest.approx(many)
+    assert prices.target([7000, 700], [1, 1]) < 0.8 * one
+    uniform = times(pass_work(target().network, {7004: 2}, queries=4), target().hardware).total
+    assert prices.target([7000, 7000], [4, 4]) == pytest.approx(uniform)
+
+
+def test_ragged_rounds_cost_a_pass_per_token_of_those_that_want_it():
+    prices, draft = Roofline(target(), CONSIDERED["native"]), DraftConfig(budget=256, gamma=1)
+    lengths = [100, 3000, 8000]
+    alone = [prices.draft(draft, lengths[i:], [1] * (3 - i)) for i in range(3)]
+    assert prices.draft(draft, lengths, [1, 2, 4]) == pytest.approx(alone[0] + alone[1] + 2 * alone[2])
+    assert prices.draft(draft, [8000], [3]) == pytest.approx(prices.draft(draft, [800], [3]))  # what it reads
+    int8, ngram = CONSIDERED["native"][0], CONSIDERED["native"][-1]
+    assert prices.draft(int8, lengths, [1] * 3) < 0.7 * alone[0]
+    assert prices.draft(ngram, lengths, [8] * 3) < 0.01 * alone[0]
+
+
+def test_upkeep_and_waking():
+    prices = Roofline(target(), CONSIDERED["native"])
+    int8, window, verified, ngram = CONSIDERED["native"]
+    for draft in (int8, window):
+        assert prices.upkeep(draft, [7000]) == prices.wake(draft, 7000) == 0
+    assert 0 < prices.upkeep(verified, [7000]) < 0.05 * prices.target([7000], [1])
+    assert prices.wake(ngram, 7000) == pytest.approx(10 * prices.wake(ngram, 700))
+    assert prices.upkeep(ngram, [7000]) == pytest.approx(prices.wake(ngram, 1))
+    small = DraftConfig(weights="SmolLM2-135M", kv="full", gamma=1)
+    pair = Roofline(replace(target(), name="x"), [small])
+    assert pair.wake(small, 2000) > 10 * pair.wake(small, 100)
+    assert pair.upkeep(small, [2000, 2000]) == pytest.approx(2 * pair.upkeep(small, [2000]))
+
+
+@pytest.mark.parametrize("kind", CONSIDERED)
+def test_what_is_considered_has_assumptions_and_prices(kind):
+    drafts = CONSIDERED[kind]
+    prices, control = Roofline(target(), drafts), Controller(Roofline(target(), drafts), dict.fromkeys(drafts, 0.5))
+    assert control.drafts == tuple(replace(draft, gamma=1) for draft in drafts)
+    for draft, length in product(control.drafts, (1, 100, 8000)):
+        assert 0 < prior(draft, "SmolLM2-135M") < 1
+        assert prices.draft(draft, [length], [2]) > 0
+        assert min(prices.upkeep(draft, [length]), prices.wake(draft, length)) >= 0
