@@ -118,7 +118,7 @@ class LLM:
         if small:
             small_models[self.draft.weights] = Transformer(small.config, small.weights, **types)
         eos = self.checkpoint.eos_token_ids
-        control = make_control(self.checkpoint.name, config, spec)
+        control = make_control(self.checkpoint.name, self.model)
         self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models, control)
         self.engine.check(self.draft)
         self.default_sampling_params = self._defaults(generation_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 
 from longdraft.config import DraftConfig
 from longdraft.drafts.registry import kept_tokens, page_note_bytes
+from longdraft.errors import CalibrationError
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.models.config import ModelConfig
+from longdraft.models.transformer import Transformer
+from longdraft.planner.calibration import default_file, find, load, setting
 from longdraft.planner.candidates import CONSIDERED, Target, prior
 from longdraft.planner.control import Controller
+from longdraft.planner.curves import Curves
 from longdraft.planner.hardware import Hardware, named_hardware, unmeasured_cpu
 from longdraft.planner.roofline import Roofline
 
 UNMEASURED_GPU = "A100-80GB"
+log = logging.getLogger("longdraft")
 
 
 def call_spec(
@@ -53,11 +59,26 @@ def considered(spec: CallSpec) -> tuple[DraftConfig, ...]:
     return CONSIDERED[kind_of(spec)]
 
 
-def make_control(name: str, config: ModelConfig, spec: CallSpec) -> Controller:
-    """Control for a target called ``name``. Nothing is measured now: what passes take shows while they run."""
-    drafts = considered(spec)
-    target = Target(name, config, _hardware(spec), spec.dtype.itemsize, spec.kv_dtype.itemsize)
+def make_control(name: str, model: Transformer) -> Controller:
+    """Control for a target called ``name``, by curves where it was calibrated in its present setting.
+
+    Nothing is measured now: what passes take shows while they run.
+    """
+    spec, drafts, curves = model.spec, considered(model.spec), _curves(model)
+    if curves and (known := [draft for draft in drafts if curves.knows(draft)]):
+        return Controller(curves, {draft: prior(draft, name) for draft in known})
+    target = Target(name, model.config, _hardware(spec), spec.dtype.itemsize, spec.kv_dtype.itemsize)
     return Controller(Roofline(target, drafts), {draft: prior(draft, name) for draft in drafts})
+
+
+def _curves(model: Transformer) -> Curves | None:
+    """Those of ``longdraft calibrate``, if there are any; a damaged file is as good as none."""
+    try:
+        found = find(load(default_file()), setting(model))
+    except CalibrationError as error:
+        log.warning("Online control goes by a guess of this machine: %s", error)
+        return None
+    return found and found.curves
 
 
 def _hardware(spec: CallSpec) -> Hardware:

@@ -145,7 +145,8 @@ class SyntheticRows:
 
     def _batch(self, seqs: Sequence[EngineSequence], sizes: Sequence[int]) -> Batch:
         """Each row's newest token, and proposals so that it feeds ``sizes[i]`` in all."""
-        rows = [Row(seq, 1, n, proposal=tuple(self._tokens(n - 1))) for seq, n in zip(seqs, sizes, strict=True)]
+        pairs = zip(seqs, sizes, strict=True)
+        rows = [Row(seq, 1, n, proposal=tuple(self._tokens(n - 1)), choice=seq.own_choice) for seq, n in pairs]
         return Batch(rows, prefill=False)
 
     def _row(self, key: Key, copy: bool = False) -> EngineSequence:
@@ -188,7 +189,7 @@ class SyntheticRows:
             for seq in new[i : i + TOLD_AT_ONCE]:
                 window = min(WINDOW, seq.num_committed)
                 seq.draft, seq.num_committed = point.draft, seq.num_committed - window
-                rows.append(Row(seq, window, 1))
+                rows.append(Row(seq, window, 1, choice=seq.own_choice))
             newest = [row.seq.ids.pop() for row in rows]  # it comes of this pass
             batch = Batch(rows, prefill=True)
             self.runner.forward(batch)

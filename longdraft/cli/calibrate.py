@@ -89,15 +89,19 @@ def calibrate(
 
 
 def make_drafts(llm: LLM, names: list[str], default: tuple[str, ...]) -> list[DraftConfig]:
-    """The named drafts, or those of ``default`` that this model has here."""
+    """The named drafts, or those of ``default`` that this model has here and those that control considers."""
     from longdraft.drafts.registry import NAMED
+    from longdraft.llm_control import considered
+    from longdraft.planner.curves import kind
 
     for name in names:
         if name not in NAMED:
             limit = f"must be one of {drafting.NAMES}"
             raise InvalidValueError("--draft", name, limit, "What a small model costs is not calibrated.")
     possible = [name for name in default if name != "int8" or llm.model.fused]
-    return [NAMED[name] for name in dict.fromkeys(names or possible)]
+    drafts = [NAMED[name] for name in names or possible]
+    drafts += () if names else considered(llm.model.spec)  # what draft="auto" chooses from
+    return list({kind(draft): draft for draft in reversed(drafts)}.values())[::-1]
 
 
 def _measure(

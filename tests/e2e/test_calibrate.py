@@ -15,6 +15,7 @@ from longdraft.drafts.registry import NAMED
 from longdraft.engine.runner import Runner
 from longdraft.errors import BusyMachineError, CalibrationError, InvalidValueError, KVCapacityError
 from longdraft.planner.calibration import load
+from longdraft.planner.curves import kind
 
 CHOOSING = ["verified", "pages", "snapkv", "topk"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -172,6 +173,9 @@ def test_a_whole_calibration_and_a_plan_by_it(folder, tmp_path, monkeypatch):
     assert "calibrated with" in planned["hardware"]["source"] and planned["model"]["calibrated"] is True
     plain = 1e3 * stored.curves.target([256] * 32, [1] * 32)
     assert planned["ranking"][0]["plain_ms"] == pytest.approx(plain, abs=1e-4)
+    chosen = LLM(folder, dtype="auto", draft="auto", kv_cache_memory_bytes=2**22).engine.control
+    assert chosen.prices == stored.curves  # online control goes by it, with the drafts that were measured
+    assert {kind(draft) for draft in chosen.drafts} == {"target/all/streaming_llm", "ngram"}
     other = run("plan", "Qwen3-0.6B", "--hardware", "calibrated", "--batch", 2, *types)
     assert json.loads(other.stdout.splitlines()[-1])["model"]["calibrated"] is False
     with pytest.raises(CalibrationError, match="float16"):
