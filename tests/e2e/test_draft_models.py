@@ -144,8 +144,11 @@ def test_comparing_every_draft_with_plain_decoding(drafting):
     assert speculative["drafted"] == 0 or len(speculative["acceptance_by_position"]) <= llm.draft.gamma
     assert speculative["tokens_per_verify"] >= 1
     lengths = [len(p) + 24 for p in PROMPTS]
-    own = {"target": (256, TARGET_TOKEN)}.get(name, (32, DRAFT_TOKEN) if llm.draft.own_model else (0, 0))
-    assert name == "ngram" or speculative["draft_kv_bytes"] == 8 * sum(min(n, own[0]) * own[1] for n in lengths)
+    whole = (256, TARGET_TOKEN)
+    own = {"target": whole, "snapkv": whole}.get(name, (32, DRAFT_TOKEN) if llm.draft.own_model else (0, 0))
+    copies = 64 * len(lengths) * TARGET_TOKEN if name == "snapkv" else 0  # whole pages, proposals included
+    held = sum(min(n, own[0]) * own[1] for n in lengths) + copies
+    assert name == "ngram" or speculative["draft_kv_bytes"] == 8 * held
     assert speculative["kv_bytes_read_per_plain_token"] == 8 * TARGET_TOKEN * sum(lengths) / 3
     assert llm.engine.store.num_free_pages == llm.engine.store.num_pages
 

@@ -34,7 +34,7 @@ class AtRandom:
     """At every step a random draft with a random γ for each row; others are told of the pass, or lose their state."""
 
     def __init__(self, drafts, seed=0):
-        self.drafts, self.rng, self.used = tuple(drafts), random.Random(seed), set()
+        self.drafts, self.rng, self.used, self.deck = tuple(drafts), random.Random(seed), set(), []
 
     def choose(self, seqs):
         return [self.choice() if isinstance(seq.draft, AutoDraft) else seq.own_choice for seq in seqs]
@@ -42,7 +42,8 @@ class AtRandom:
     def choice(self):
         rng, draft = self.rng, None
         if rng.random() < 0.8:
-            draft = replace(rng.choice(self.drafts), gamma=rng.randint(1, 6))
+            self.deck = self.deck or rng.sample(self.drafts, len(self.drafts))  # each has its turn
+            draft = replace(self.deck.pop(), gamma=rng.randint(1, 6))
             self.used.add(replace(draft, gamma=1))
         dropped = tuple(rng.sample(self.drafts, 2)) if rng.random() < 0.1 else ()
         return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped)

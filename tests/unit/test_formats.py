@@ -100,20 +100,20 @@ def check_span(store, reading, b, layer, chosen, tail):
             assert torch.equal(got[:size], rounded(own, store.group, over)[:size])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        PlainLayout(16, 2, 16),
-        PlainLayout(5, 3, 8),
-        BlockedLayout(16, 1, 32, pairs=False),
-        BlockedLayout(16, 2, 16, pairs=True),
-    ],
-    ids=["plain", "small pages", "blocked", "pairs"],
-)
+LAYOUTS = {
+    "plain": PlainLayout(16, 2, 16),
+    "small pages": PlainLayout(5, 3, 8),
+    "blocked": BlockedLayout(16, 1, 32, pairs=False),
+    "pairs": BlockedLayout(16, 2, 16, pairs=True),  # of bfloat16 only
+}
+STORED = [(name, dtype) for name in LAYOUTS for dtype in DTYPES if name != "pairs" or dtype == torch.bfloat16]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), STORED, ids=str)
 def test_a_reading_is_the_encoded_tokens_and_the_sources_own_tail(layout, dtype):
     """Ragged rows: consecutive groups with a gap, a fork that shares some, nothing encoded, chosen tokens by head."""
     torch.manual_seed(0)
+    layout = LAYOUTS[layout]
     source = filled(layout, dtype, {7: 190, 8: 20, 9: 150})
     store = CodedStore(source, Quant8(), 12)
     n, heads = store.group, layout.num_kv_heads
