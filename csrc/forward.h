@@ -129,9 +129,23 @@ inline void run_layer(const Parallel& p, const Network& net, int number, const S
   linear(p, t.gated, n, layer.down, t.x, t.x, t.rounded);
 }
 
+// Copies what is wanted of the residual stream behind `done` layers (0: the embeddings).
+inline void note_hidden(const Network& net, const Step& step, int done, const float* x) {
+  for (int tap = 0; tap < step.num_taps; tap++) {
+    if (step.taps[tap] != done) continue;
+    for (int i = 0; i < step.num_captured; i++)
+      std::memcpy(step.hidden + (int64_t(tap) * step.num_captured + i) * net.hidden, x + step.captured[i] * net.hidden,
+                  net.hidden * sizeof(float));
+  }
+}
+
 inline void forward(const Parallel& p, const Network& net, const Step& step, const Scratch& t) {
   for (int i = 0; i < step.tokens; i++) embed(net, step.ids[i], t.x + int64_t(i) * net.hidden);
-  for (int i = 0; i < step.num_layers; i++) run_layer(p, net, step.layers[i], step, t);
+  note_hidden(net, step, 0, t.x);
+  for (int i = 0; i < step.num_layers; i++) {
+    run_layer(p, net, step.layers[i], step, t);
+    note_hidden(net, step, step.layers[i] + 1, t.x);
+  }
   for (int i = 0; i < step.outputs; i++)
     normalise(t.x + step.outputs_at[i] * net.hidden, net.norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
   if (step.outputs) linear(p, t.h, step.outputs, net.head, nullptr, step.logits, t.rounded);

@@ -112,6 +112,9 @@ struct Step {
   int num_captured;
   float* queries;  // [layers of the network, num_captured, heads, dim], as attention reads them; or null
   Mass mass;       // `out` is that of the network's first layer; the others' follow
+  const int32_t* taps;  // behind how many layers the residual stream is wanted
+  int num_taps;
+  float* hidden;  // [num_taps, num_captured, hidden]
 };
 
 struct Kernels {

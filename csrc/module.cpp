@@ -203,14 +203,16 @@ class Runtime {
   void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
                const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
-               uintptr_t captured_at, uintptr_t queries, uintptr_t mass) {
+               uintptr_t captured_at, uintptr_t queries, uintptr_t mass, uintptr_t hidden,
+               const std::vector<int32_t>& taps) {
     std::lock_guard<std::mutex> lock(mutex_);
     caches_.clear();
     for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
               at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
               int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
-              at<float>(queries), masses(plan, captured, captured_at, mass)};
+              at<float>(queries), masses(plan, captured, captured_at, mass), taps.data(), int(taps.size()),
+              at<float>(hidden)};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));

@@ -1,12 +1,11 @@
 """What a pass hands out besides logits, for drafts that choose by it: who needs what, and the records that carry it.
 
-Each kind is one field of all three records, ``None`` where nobody wants it. Other kinds have their place here: hidden
-states of some layers.
+Each kind is one field of all three records, ``None`` where nobody wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +21,26 @@ class Needs:
     """What a draft wants to be told of each sequence, of so many of its last tokens.
 
     ``queries``: as attention reads them, after rotary embedding. ``page_mass``: where their attention went, by page.
+    ``hidden``: the residual stream, behind each of ``taps`` layers (0: the embedding); of the first ``sinks`` tokens,
+    too.
     """
 
     queries: int = 0
     page_mass: int = 0
+    hidden: int = 0
+    sinks: int = 0
+    taps: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of how many of a sequence's last tokens anything is wanted."""
-        return max(self.queries, self.page_mass)
+        return max(self.queries, self.page_mass, self.hidden)
+
+    def ranges(self, length: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Which of the tokens ``[start, stop)`` of a text anything is wanted of, its first ``length`` being known."""
+        recent = max(start, length - self.tokens)
+        wanted = (start, min(stop, self.sinks, recent)), (recent, stop)
+        return [(a, b) for a, b in wanted if a < b]
 
 
 NOTHING = Needs()
@@ -48,6 +58,13 @@ class Capture:
     tokens: torch.Tensor  # [n] int64, on the model's device
     queries: torch.Tensor | None = None  # [L, n, H, D] float32
     page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
+    hidden: torch.Tensor | None = None  # [T, n, hidden] in the compute type, as ``taps`` says
+    taps: tuple[int, ...] = ()  # T numbers of layers, ascending
+
+    def note(self, behind: int, x: torch.Tensor) -> None:
+        """Take what is wanted of the residual stream ``x [N, hidden]`` behind so many layers."""
+        if behind in self.taps:
+            self.hidden[self.taps.index(behind)] = x[self.tokens]
 
     def noting(self, layer: int, attention: Attention, page_mass: Attention | None) -> Attention:
         """``attention`` of one layer, which notes what is wanted when it is called.
@@ -65,9 +82,14 @@ class Capture:
 
         return noting
 
-    def part(self, start: int, stop: int, position: int) -> Seen:
-        """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``."""
-        return Seen(position, *(None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass)))
+    def part(self, start: int, stop: int, position: int, taps: Sequence[int] = ()) -> Seen:
+        """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``.
+
+        ``taps``: which residual streams, in which order.
+        """
+        hidden = self.hidden[[self.taps.index(tap) for tap in taps], start:stop] if taps else None
+        others = (None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass))
+        return Seen(position, *others, hidden)
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,7 @@ class Seen:
     start: int
     queries: torch.Tensor | None = None  # [L, n, H, D] float32
     page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
+    hidden: torch.Tensor | None = None  # [T, n, hidden], one stream for each of the draft's taps
 
     @property
     def stop(self) -> int:
@@ -87,7 +110,7 @@ class Seen:
         """This and what came after it, cut to the last ``keep`` tokens; what does not join on is forgotten."""
         if self.stop != new.start:
             return new.last(keep)
-        joined = _join(self.queries, new.queries), _join(self.page_mass, new.page_mass)
+        joined = (_join(*pair) for pair in zip(self._kinds, new._kinds, strict=True))
         return Seen(self.start, *joined).last(keep)
 
     def last(self, keep: int) -> Seen:
@@ -106,8 +129,8 @@ class Seen:
         return Seen(self.start, *(None if x is None else x[:, : length - self.start] for x in self._kinds))
 
     @property
-    def _kinds(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.queries, self.page_mass
+    def _kinds(self) -> tuple[torch.Tensor | None, ...]:
+        return self.queries, self.page_mass, self.hidden
 
 
 def _join(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,13 +15,12 @@ from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.core import Status, StepOutput
-from longdraft.drafts.registry import kept_tokens, page_note_bytes
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import auto_dtype, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
 from longdraft.kernels.dispatch import explain
-from longdraft.llm_draft import Draft, load_draft, resolve_draft
+from longdraft.llm_draft import Draft, load_draft, on_kernels, resolve_draft, room_for, settled
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
@@ -39,8 +38,9 @@ class LLM:
     Args:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"verified"``,
-            ``"pages"``, ``"topk"``, ``"full"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small model's path, a
-            mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes an output.
+            ``"pages"``, ``"topk"``, ``"full"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small model's or a SPIRe
+            draft's path, a mapping of ``DraftConfig``'s fields, or ``None`` for plain decoding. It never changes an
+            output.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
@@ -58,7 +58,7 @@ class LLM:
         on_load: called as ``on_load(layers_done, layers)`` while weights are read.
 
     Raises ``ModelNotFoundError``, ``ModelFileError``, ``UnsupportedModelError``, ``VocabularyMismatchError``,
-    ``InvalidValueError`` or ``OutOfMemoryError``.
+    ``TargetMismatchError``, ``InvalidValueError`` or ``OutOfMemoryError``.
     """
 
     def __init__(
@@ -87,22 +87,18 @@ class LLM:
         self.draft = resolve_draft(draft)
         small = None
         if self.draft and self.draft.own_model:
-            small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
+            small = load_draft(self.draft, replace(self.checkpoint, tokenizer=self.tokenizer), download)
+            self.draft = settled(self.draft, small)
         target_device = resolve_device(device)
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
-        copied, observed = kept_tokens(self.draft) if self.draft else (0, 0)
         engine_config = size_engine(
             self.checkpoint.config,
             storage,
             kv_storage,
             target_device,
-            draft=small.config if small else None,
-            int8_draft=self.draft is not None and self.draft.weights == "target@int8",
-            copied=copied,
-            observed=observed,
-            page_notes=page_note_bytes(self.draft, self.checkpoint.config, kv_storage) if self.draft else 0,
+            **room_for(self.draft, small, self.checkpoint.config, storage, kv_storage),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -114,7 +110,7 @@ class LLM:
         self.model = Transformer(self.checkpoint.config, self.checkpoint.weights, **types, progress=on_load)
         small_models = {}
         if small and self.draft:
-            small_models[self.draft.weights] = Transformer(small.config, small.weights, **types)
+            small_models[self.draft.weights] = on_kernels(small, self.draft, self.model)
         eos = self.checkpoint.eos_token_ids
         self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models)
         if self.draft:

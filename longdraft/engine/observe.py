@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,27 +22,43 @@ class Observation:
 
     def __init__(self, model: Transformer, rows: Seq[Row], needs: Seq[Needs]) -> None:
         """``needs``: those of each row's draft."""
-        self._parts: dict[int, tuple[int, int]] = {}  # by sequence id: number of its first captured token, its position
+        self._parts: dict[int, _Part] = {}  # by sequence id
         tokens: list[int] = []
         stop = 0
         for row, need in zip(rows, needs, strict=True):
             start, n = row.seq.num_committed, len(row.tokens)
             stop += n
             # In the middle of a prompt nothing but what its last tokens will be; of proposals any may turn out final.
-            first = max(start, len(row.seq.ids) - need.tokens)
-            if need.tokens and first < start + n:
-                self._parts[row.seq.id] = len(tokens), first
-                tokens.extend(range(stop - (start + n - first), stop))
+            ranges = need.ranges(len(row.seq.ids), start, start + n) if need.tokens else []
+            if ranges:
+                self._parts[row.seq.id] = _Part(len(tokens), ranges, need.taps)
+            for a, b in ranges:
+                tokens.extend(range(stop - (start + n - a), stop - (start + n - b)))
         self.capture: Capture | None = None
         if tokens:
             self.capture = _form(model, tokens, rows, needs)
 
-    def of(self, seq: Sequence) -> Seen | None:
-        """What was captured of the sequence's tokens that are final by now; ``None`` if nothing was."""
-        if self.capture is None or seq.id not in self._parts:
-            return None
-        number, position = self._parts[seq.id]
-        return self.capture.part(number, number + seq.num_committed - position, position)
+    def of(self, seq: Sequence) -> list[Seen]:
+        """What was captured of the sequence's tokens that are final by now, a record for each stretch of them."""
+        part = self._parts.get(seq.id)
+        if self.capture is None or part is None:
+            return []
+        seen, number = [], part.number
+        for start, stop in part.ranges:
+            final = min(stop, seq.num_committed)
+            if start < final:
+                seen.append(self.capture.part(number, number + final - start, start, part.taps))
+            number += stop - start
+        return seen
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The form's tokens from ``number`` on: those at ``ranges`` of a sequence, one range after the other."""
+
+    number: int
+    ranges: list[tuple[int, int]]
+    taps: tuple[int, ...]
 
 
 def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs]) -> Capture | None:
@@ -56,6 +73,8 @@ def _form(model: Transformer, tokens: Seq[int], rows: Seq[Row], needs: Seq[Needs
         size = (config.num_layers, n, config.num_kv_heads, num_pages)
         if prod(size) * torch.float32.itemsize <= MOST_MASS:
             page_mass = torch.empty(size, device=device)
-    if queries is None and page_mass is None:
+    taps = tuple(sorted({tap for need in needs for tap in need.taps}))
+    hidden = model.hidden_form(len(taps), n) if taps else None
+    if queries is None and page_mass is None and hidden is None:
         return None
-    return Capture(torch.tensor(tokens, device=device), queries, page_mass)
+    return Capture(torch.tensor(tokens, device=device), queries, page_mass, hidden, taps)

@@ -15,8 +15,7 @@ from longdraft.capture import NOTHING
 from longdraft.config import DraftConfig
 from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
-from longdraft.drafts.registry import make
-from longdraft.drafts.small_model import DraftModel
+from longdraft.drafts.registry import Beside, make
 from longdraft.engine.observe import Observation
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
@@ -30,7 +29,7 @@ class Runner:
         self,
         model: Transformer,
         store: PagedStore,
-        small: Mapping[str, DraftModel] | None = None,
+        small: Mapping[str, Beside] | None = None,
         max_rows: int = 256,
     ) -> None:
         """``small``: models loaded to draft for ``model``, by name; ``max_rows``: sequences that may run at once."""
@@ -95,7 +94,7 @@ class Runner:
         for config, seqs in groups.items():
             draft = self.draft(config)
             for seq in seqs:
-                if observation and (seen := observation.of(seq)):
+                for seen in observation.of(seq) if observation else ():
                     draft.observe(seq, seen)
             draft.follow(seqs) if batch.prefill else draft.settle(seqs)
 

@@ -105,9 +105,12 @@ class Int8Twin:
         return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers, capture)
 
 
-def _wanted(capture: Capture | None) -> tuple[int, int, int, int]:
-    """How many tokens a form asks about, which, and where queries and page masses go; 0 for what is not wanted."""
+def _wanted(capture: Capture | None) -> tuple[int | list[int], ...]:
+    """How many tokens a form asks about, which, and where queries, page masses and residual streams go, and which.
+
+    0 for what is not wanted.
+    """
     if capture is None:
-        return 0, 0, 0, 0
-    tokens, queries, mass = (native.address(x) for x in (capture.tokens, capture.queries, capture.page_mass))
-    return len(capture.tokens), tokens, queries, mass
+        return 0, 0, 0, 0, 0, []
+    fields = (capture.tokens, capture.queries, capture.page_mass, capture.hidden)
+    return len(capture.tokens), *(native.address(x) for x in fields), list(capture.taps)

@@ -30,6 +30,7 @@ LAYERS = [
     {"llm"},
     {"async_llm"},
     {"compare"},
+    {"train"},
     {"bench"},
     {"cli"},
 ]
