@@ -90,7 +90,7 @@ def room_for(
     if isinstance(own, SpireCheckpoint):
         return {
             "draft_weights": weight_bytes(own.config, target, dtype, config.int8),
-            "kept": state_bytes(own.config, target, kv_dtype),
+            "kept": state_bytes(own.config, target, kv_dtype, config.gamma),
         }
     copied, observed = kept_tokens(config)
     return {

@@ -87,9 +87,9 @@ def weight_bytes(config: FeedbackConfig, target: ModelConfig, dtype: torch.dtype
     return layers * dtype.itemsize + int8 * (layers + target.vocab_size * target.hidden_size)
 
 
-def state_bytes(config: FeedbackConfig, target: ModelConfig, kv_dtype: torch.dtype) -> int:
+def state_bytes(config: FeedbackConfig, target: ModelConfig, kv_dtype: torch.dtype, gamma: int) -> int:
     """Bytes of K and V that a draft keeps of a sequence, at most; for sizing memory."""
-    tokens = config.sinks + config.window + MAX_GAMMA
+    tokens = config.sinks + config.window + gamma
     return tokens * len(config.layers) * target.kv_elements_per_layer * kv_dtype.itemsize
 
 
