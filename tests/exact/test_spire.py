@@ -187,38 +187,66 @@ def test_no_prefill_and_no_more_keys_than_sinks_window_and_a_block(tiny, monkeyp
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_was_refused_leaves_no_trace(tiny, seed):
     """After any round, preemption or fork a row holds what one pass over its final tokens says, and that alone."""
-    config, source = FeedbackConfig((0, 2), window=9, sinks=2), RandomWeights(tiny_config(), seed=6)
+    config, source = FeedbackConfig((0, 2), window=19, sinks=2), RandomWeights(tiny_config(), seed=6)
     engine, rng = make_engine(tiny, num_pages=100, max_num_batched_tokens=24), random.Random(seed)
     draft = install(engine, spire_of(tiny, source, config))
     for n in (1, 2, 9, 12, 40):
-        prompt = [rng.randrange(128) for _ in range(n)]
-        engine.add_all(prompt, SamplingParams(seed=n, max_tokens=24, n=1 + n % 2), replace(SPIRE, gamma=1 + n % 5))
-    model, compared, step = draft.spire.model, 0, 0
+        prompt, own = [rng.randrange(128) for _ in range(n)], None if n == 9 else replace(SPIRE, gamma=1 + n % 5)
+        engine.add_all(prompt, SamplingParams(seed=n, max_tokens=24, n=1 + n % 2), own)
+    compared, step, since = 0, 0, {}
     while engine.has_work:
         step += 1
         running = engine.scheduler.running
-        if running and step % 7 == 0:
+        if running and step % 11 == 0:
             engine.scheduler.preempt(rng.choice(running))
         if running and step % 5 == 0:
-            engine.fork(rng.choice(running).id, draft=replace(SPIRE, gamma=3))
+            parent = rng.choice(running)
+            child = engine.fork(parent.id, draft=replace(SPIRE, gamma=3))
+            if parent.draft is None:  # nobody has said anything of its past
+                since[child] = parent.num_committed
+            elif parent.id in since and not parent.stats.preemptions:
+                since[child] = since[parent.id]
         engine.step()
-        for seq in rng.sample(engine.scheduler.running, min(2, len(engine.scheduler.running))):
-            if not seq.num_committed or seq.id not in draft._states:
+        for seq in rng.sample(running, min(3, len(running))):
+            if not seq.decoding or seq.id not in draft._states:
                 continue
-            y = Teacher(tiny).residuals([seq.ids], draft.spire.taps)[:, 0]
-            for i, layer in enumerate(model.layers):
-                found = held(draft, seq, i)
-                at = torch.tensor(list(found[0]))
-                # In the middle of a prompt only its first tokens are known; else they and the last ones.
-                if seq.decoding:
-                    assert set(found[0]) == {*range(min(2, seq.num_committed)), *range(seq.num_committed)[-9:]}
-                want = layer.keys_values(y[i, at], model._rotary.lookup(at))
-                for got, right in zip(found, want, strict=True):
-                    torch.testing.assert_close(torch.stack(list(got.values())), right, rtol=0, atol=1e-9)
-            compared += seq.decoding
+            known = [*range(2), *range(2, seq.num_committed)[-19:]]
+            if seq.id in since and not seq.stats.preemptions:
+                known = range(since[seq.id], seq.num_committed)[-19:]
+            check_held(tiny, draft, seq, known)
+            compared += 1
     assert compared > 30
+    assert since
     draft.store.check_integrity()
     assert draft.store.num_free_pages == draft.store.num_pages
+
+
+def check_held(target, draft, seq, known):
+    """Keys and values of just these positions, as the draft makes them of the target's streams."""
+    y = Teacher(target).residuals([seq.ids], draft.spire.taps)[:, 0]
+    at = torch.tensor([position for position in known if position < seq.num_committed])
+    for i, layer in enumerate(draft.spire.model.layers):
+        want = layer.keys_values(y[i, at], draft.spire.model._rotary.lookup(at))
+        for got, right in zip(held(draft, seq, i), want, strict=True):
+            assert list(got) == at.tolist()
+            torch.testing.assert_close(torch.stack(list(got.values())), right, rtol=0, atol=1e-9)
+
+
+def test_a_fork_that_comes_late_shares_nothing(tiny):
+    """A completion that finds a seat when the first one is far beyond the prompt; it begins with its last token."""
+    engine = make_engine(tiny, max_num_seqs=1)
+    source = RandomWeights(tiny_config(), seed=6)
+    draft = install(engine, spire_of(tiny, source, FeedbackConfig((2,), window=6)))
+    first, child = (engine.sequence(i) for i in engine.add_all([1, 2, 3], greedy(9, n=2), SPIRE))
+    for _ in range(5):
+        engine.step()
+    child.num_committed = 2
+    draft.fork(first, child)
+    assert draft._states[first.id].stop > 4
+    assert child.id not in draft._states
+    child.num_committed = draft._states[first.id].stop - 1  # the next token is the same in both
+    draft.fork(first, child)
+    assert draft._states[child.id].stop == child.num_committed + 1
 
 
 def test_a_row_that_sat_out_catches_up_without_a_pass(tiny):
