@@ -46,7 +46,9 @@ class FusedDecoder:
         for layer in model.layers:
             products = [change(x) for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
             norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
-            self.decoder.add_layer(*(x.handle for x in products), *(n.weight.data_ptr() if n else 0 for n in norms))
+            self.decoder.add_layer(
+                *(x.handle for x in (*products, layer.kv)), *(n.weight.data_ptr() if n else 0 for n in norms)
+            )
             self._products += products
         self.weight_bytes = sum(x.packed.nbytes for x in self._products)
 
@@ -73,11 +75,23 @@ class FusedDecoder:
             *(x.data_ptr() for x in rotary),
             len(logits_at),
             logits_at.data_ptr(),
-            [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
+            _addresses(kv),
             logits.data_ptr(),
             *_wanted(capture),
         )
         return logits
+
+    def write_keys_values(
+        self,
+        streams: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        kv: Sequence[LayerKV],
+    ) -> None:
+        """See ``Transformer.write_keys_values``."""
+        streams = streams.float().contiguous()
+        addresses = (x.data_ptr() for x in (streams, slots, *rotary))
+        native.runtime().project(self.decoder, len(slots), *addresses, _addresses(kv))
 
 
 class Int8Twin:
@@ -103,6 +117,10 @@ class Int8Twin:
     ) -> torch.Tensor:
         """See ``Transformer.forward``."""
         return self._decoder.forward(ids, self._model.rotary(positions, plan), plan, kv, logits_at, layers, capture)
+
+
+def _addresses(kv: Sequence[LayerKV]) -> list[tuple[int, int]]:
+    return [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv]
 
 
 def _wanted(capture: Capture | None) -> tuple[int | list[int], ...]:

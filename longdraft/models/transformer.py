@@ -100,6 +100,9 @@ class Transformer:
     ) -> None:
         """Write the K and V that each layer makes of its own residual streams, without running anything else."""
         rotary = self._rotary.lookup(positions)
+        if self._fused is not None:
+            self._fused.write_keys_values(streams, rotary, slots, kv)
+            return
         for layer, x, cache in zip(self.layers, streams, kv, strict=True):
             k, v = layer.keys_values(x, rotary)
             self.layout.write_k(cache.k, slots, k)
