@@ -85,15 +85,14 @@ inline void embed(const Network& net, int64_t id, float* out) {
   for (int i = 0; i < n; i++) out[i] = from_bf16(row[i]);
 }
 
-// Norms and rotations of one token's query and key heads, in place.
-inline void turn(const Network& net, const Layer& layer, const Step& step, int token, float* qkv) {
+// Norms and rotations of one token's query and key heads, in place, or of the key heads alone.
+inline void turn(const Network& net, const Layer& layer, const Step& step, int token, bool queries, float* heads) {
   const Shape& s = net.shape;
   const int64_t at = int64_t(token) * (s.dim / 2);
-  for (int h = 0; h < s.heads + s.kv_heads; h++) {
-    float* head = qkv + h * s.dim;
+  for (int h = queries ? 0 : s.heads; h < s.heads + s.kv_heads; h++, heads += s.dim) {
     const float* norm = h < s.heads ? layer.q_norm : layer.k_norm;
-    if (norm) normalise(head, norm, net.eps, s.dim, head);
-    rotate(head, step.cos + at, step.sin + at, s.dim);
+    if (norm) normalise(heads, norm, net.eps, s.dim, heads);
+    rotate(heads, step.cos + at, step.sin + at, s.dim);
   }
 }
 
@@ -110,7 +109,7 @@ inline void run_layer(const Parallel& p, const Network& net, int number, const S
   linear(p, t.h, n, layer.qkv, nullptr, t.qkv, t.rounded);
   each_token(p, n, width, [&](int i) {
     float* row = t.qkv + int64_t(i) * width;
-    turn(net, layer, step, i, row);
+    turn(net, layer, step, i, true, row);
     write(s, row + keys, row + values, step.slots + i, 1, 0, cache);
   });
   for (int i = 0; step.queries && i < step.num_captured; i++)
@@ -129,12 +128,45 @@ inline void run_layer(const Parallel& p, const Network& net, int number, const S
   linear(p, t.gated, n, layer.down, t.x, t.x, t.rounded);
 }
 
+// Copies what is wanted of the residual stream behind `done` layers (0: the embeddings).
+inline void note_hidden(const Network& net, const Step& step, int done, const float* x) {
+  for (int tap = 0; tap < step.num_taps; tap++) {
+    if (step.taps[tap] != done) continue;
+    for (int i = 0; i < step.num_captured; i++)
+      std::memcpy(step.hidden + (int64_t(tap) * step.num_captured + i) * net.hidden, x + step.captured[i] * net.hidden,
+                  net.hidden * sizeof(float));
+  }
+}
+
 inline void forward(const Parallel& p, const Network& net, const Step& step, const Scratch& t) {
   for (int i = 0; i < step.tokens; i++) embed(net, step.ids[i], t.x + int64_t(i) * net.hidden);
-  for (int i = 0; i < step.num_layers; i++) run_layer(p, net, step.layers[i], step, t);
+  note_hidden(net, step, 0, t.x);
+  for (int i = 0; i < step.num_layers; i++) {
+    run_layer(p, net, step.layers[i], step, t);
+    note_hidden(net, step, step.layers[i] + 1, t.x);
+  }
   for (int i = 0; i < step.outputs; i++)
     normalise(t.x + step.outputs_at[i] * net.hidden, net.norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);
   if (step.outputs) linear(p, t.h, step.outputs, net.head, nullptr, step.logits, t.rounded);
+}
+
+// Writes the keys and values that each layer makes of its own residual streams [layers][tokens][hidden].
+inline void project(const Parallel& p, const Network& net, const float* streams, const Step& step, const Scratch& t) {
+  const Shape& s = net.shape;
+  const int n = step.tokens, keys = s.kv_heads * s.dim, width = 2 * keys;
+  for (int number = 0; number < step.num_layers; number++) {
+    const Layer& layer = net.layers[number];
+    each_token(p, n, net.hidden, [&](int i) {
+      const int64_t at = int64_t(i) * net.hidden;
+      normalise(streams + int64_t(number) * n * net.hidden + at, layer.attention_norm, net.eps, net.hidden, t.h + at);
+    });
+    linear(p, t.h, n, layer.kv, nullptr, t.qkv, t.rounded);
+    each_token(p, n, width, [&](int i) {
+      float* row = t.qkv + int64_t(i) * width;
+      turn(net, layer, step, i, false, row);
+      write(s, row, row + keys, step.slots + i, 1, 0, step.caches[number]);
+    });
+  }
 }
 
 }  // namespace LONGDRAFT_ISA

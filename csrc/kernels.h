@@ -77,6 +77,7 @@ struct Part {
 
 struct Layer {
   Packed qkv, output, gate_up, down;
+  Packed kv;  // the keys' and values' part of `qkv`, or of another type
   const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
 };
 
@@ -112,6 +113,9 @@ struct Step {
   int num_captured;
   float* queries;  // [layers of the network, num_captured, heads, dim], as attention reads them; or null
   Mass mass;       // `out` is that of the network's first layer; the others' follow
+  const int32_t* taps;  // behind how many layers the residual stream is wanted
+  int num_taps;
+  float* hidden;  // [num_taps, num_captured, hidden]
 };
 
 struct Kernels {
@@ -122,6 +126,7 @@ struct Kernels {
   void (*attention)(const Parallel&, const Shape&, const Part&, const float* q, const Cache&, float* partial, float* out,
                     const Mass&);
   void (*forward)(const Parallel&, const Network&, const Step&, const Scratch&);
+  void (*project)(const Parallel&, const Network&, const float* streams, const Step&, const Scratch&);
   void (*draw)(const Parallel&, const float* logits, int rows, int n, const double* temperatures, const int64_t* seeds,
                const int64_t* positions, int role, int64_t* tokens);
   void (*read)(const Parallel&, const void* data, int64_t bytes, float* out);

@@ -203,17 +203,31 @@ class Runtime {
   void forward(const Decoder& decoder, const Plan& plan, const std::vector<int32_t>& layers, int tokens, uintptr_t ids,
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
                const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
-               uintptr_t captured_at, uintptr_t queries, uintptr_t mass_at, uintptr_t mass) {
+               uintptr_t captured_at, uintptr_t queries, uintptr_t mass_at, uintptr_t mass, uintptr_t hidden,
+               const std::vector<int32_t>& taps) {
     std::lock_guard<std::mutex> lock(mutex_);
-    caches_.clear();
-    for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
+    point_to(caches);
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
               at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
               int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
-              at<float>(queries), masses(plan, captured, mass_at, mass)};
+              at<float>(queries), masses(plan, captured, mass_at, mass), taps.data(), int(taps.size()),
+              at<float>(hidden)};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));
+  }
+
+  void project(const Decoder& decoder, int tokens, uintptr_t streams, uintptr_t slots, uintptr_t cos, uintptr_t sin,
+               const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    point_to(caches);
+    Step step{};
+    step.tokens = tokens, step.slots = at<const int64_t>(slots);
+    step.cos = at<const float>(cos), step.sin = at<const float>(sin);
+    step.num_layers = int(decoder.layers.size()), step.caches = caches_.data();
+    Network net = decoder.net;
+    net.layers = decoder.layers.data();
+    kernels_->project(parallel_, net, at<const float>(streams), step, scratch(net, tokens, 0));
   }
 
   void draw(uintptr_t logits, int rows, int n, uintptr_t temperatures, uintptr_t seeds, uintptr_t positions, int role,
@@ -249,6 +263,11 @@ class Runtime {
   }
 
  private:
+  void point_to(const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches) {
+    caches_.clear();
+    for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
+  }
+
   // Where the masses of the tokens `captured_at` go: `out` [layers, captured, kv_heads, width], or nowhere if it is null.
   // Those of a negative token are not wanted.
   Mass masses(const Plan& plan, int captured, uintptr_t captured_at, uintptr_t out) {
@@ -314,9 +333,9 @@ NB_MODULE(_native, m) {
                        at<const float>(norm), head.packed(), at<const void>(embedding), tied.packed(), bf16};
            })
       .def("add_layer", [](Decoder& d, const Weight& qkv, const Weight& output, const Weight& gate_up,
-                           const Weight& down, uintptr_t attention_norm, uintptr_t mlp_norm, uintptr_t q_norm,
-                           uintptr_t k_norm) {
-        d.layers.push_back({qkv.packed(), output.packed(), gate_up.packed(), down.packed(),
+                           const Weight& down, const Weight& kv, uintptr_t attention_norm, uintptr_t mlp_norm,
+                           uintptr_t q_norm, uintptr_t k_norm) {
+        d.layers.push_back({qkv.packed(), output.packed(), gate_up.packed(), down.packed(), kv.packed(),
                             at<const float>(attention_norm), at<const float>(mlp_norm), at<const float>(q_norm),
                             at<const float>(k_norm)});
       });
@@ -329,6 +348,7 @@ NB_MODULE(_native, m) {
       .def("write", &Runtime::write, Release())
       .def("attention", &Runtime::attention, Release())
       .def("forward", &Runtime::forward, Release())
+      .def("project", &Runtime::project, Release())
       .def("draw", &Runtime::draw, Release())
       .def("token_mass", &Runtime::token_mass, Release())
       .def("page_scores", &Runtime::page_scores, Release())

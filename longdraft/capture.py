@@ -1,12 +1,11 @@
 """What a pass hands out besides logits, for drafts that choose by it: who needs what, and the records that carry it.
 
-Each kind is one field of all three records, ``None`` where nobody wants it. Other kinds have their place here: hidden
-states of some layers.
+Each kind is one field of all three records, ``None`` where nobody wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +25,35 @@ class Needs:
     """What a draft wants to be told of each sequence, of so many of its last tokens.
 
     ``queries``: as attention reads them, after rotary embedding. ``page_mass``: where their attention went, by page, of
-    the tokens at multiples of ``MASS_EVERY``.
+    the tokens at multiples of ``MASS_EVERY``. ``hidden``: the residual stream, behind each of ``taps`` layers (0: the
+    embedding); of the first ``sinks`` tokens, too.
     """
 
     queries: int = 0
     page_mass: int = 0
+    hidden: int = 0
+    sinks: int = 0
+    taps: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of how many of a sequence's last tokens anything is wanted."""
-        return max(self.queries, self.page_mass)
+        return max(self.queries, self.page_mass, self.hidden)
+
+    def ranges(self, length: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Which of the tokens ``[start, stop)`` of a text anything is wanted of, its first ``length`` being known."""
+        recent = max(start, length - self.tokens)
+        wanted = (start, min(stop, self.sinks, recent)), (recent, stop)
+        return [(a, b) for a, b in wanted if a < b]
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(max(self.queries, other.queries), max(self.page_mass, other.page_mass))
+        return Needs(
+            max(self.queries, other.queries),
+            max(self.page_mass, other.page_mass),
+            max(self.hidden, other.hidden),
+            max(self.sinks, other.sinks),
+            tuple(sorted({*self.taps, *other.taps})),
+        )
 
 
 NOTHING = Needs()
@@ -58,11 +73,18 @@ class Capture:
     queries: torch.Tensor | None = None  # [L, n, H, D] float32
     page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
     mass_tokens: torch.Tensor | None = None  # [n] int64: as ``tokens``, or -1 where no masses are wanted; None: of all
+    hidden: torch.Tensor | None = None  # [T, n, hidden] in the compute type, as ``taps`` says
+    taps: tuple[int, ...] = ()  # T numbers of layers, ascending
 
     @property
     def massed(self) -> torch.Tensor:
         """``[n]`` of which tokens masses are wanted: their numbers, or -1."""
         return self.tokens if self.mass_tokens is None else self.mass_tokens
+
+    def note(self, behind: int, x: torch.Tensor) -> None:
+        """Take what is wanted of the residual stream ``x [N, hidden]`` behind so many layers."""
+        if behind in self.taps:
+            self.hidden[self.taps.index(behind)] = x[self.tokens]
 
     def noting(self, layer: int, attention: Attention, page_mass: Attention | None) -> Attention:
         """``attention`` of one layer, which notes what is wanted when it is called.
@@ -80,9 +102,14 @@ class Capture:
 
         return noting
 
-    def part(self, start: int, stop: int, position: int) -> Seen:
-        """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``."""
-        return Seen(position, *(None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass)))
+    def part(self, start: int, stop: int, position: int, taps: Sequence[int] = ()) -> Seen:
+        """What was captured of the tokens ``[start, stop)`` of the form, the first of which stands at ``position``.
+
+        ``taps``: which residual streams, in which order.
+        """
+        hidden = self.hidden[[self.taps.index(tap) for tap in taps], start:stop] if taps else None
+        others = (None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass))
+        return Seen(position, *others, hidden)
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,7 @@ class Seen:
     start: int
     queries: torch.Tensor | None = None  # [L, n, H, D] float32
     page_mass: torch.Tensor | None = None  # [L, n, G, P] float32
+    hidden: torch.Tensor | None = None  # [T, n, hidden], one stream for each of the draft's taps
 
     @property
     def stop(self) -> int:
@@ -104,11 +132,12 @@ class Seen:
         if self.stop != new.start or more <= 0:
             return new.last(keep)
         old = self.since(max(self.start, self.stop - more))
-        return Seen(old.start, _join(old.queries, new.queries), _join(old.page_mass, new.page_mass))
+        return Seen(old.start, *(_join(*pair) for pair in zip(old._kinds, new._kinds, strict=True)))
 
     def only(self, needs: Needs) -> Seen | None:
         """The kinds that ``needs`` names; ``None`` if there are none of them."""
-        kept = self.queries if needs.queries else None, self.page_mass if needs.page_mass else None
+        wanted = needs.queries, needs.page_mass, needs.hidden
+        kept = [x if n else None for x, n in zip(self._kinds, wanted, strict=True)]
         return None if all(x is None for x in kept) else Seen(self.start, *kept)
 
     def last(self, keep: int) -> Seen:
@@ -127,8 +156,8 @@ class Seen:
         return Seen(self.start, *(None if x is None else x[:, : length - self.start] for x in self._kinds))
 
     @property
-    def _kinds(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.queries, self.page_mass
+    def _kinds(self) -> tuple[torch.Tensor | None, ...]:
+        return self.queries, self.page_mass, self.hidden
 
 
 def _join(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -31,7 +31,8 @@ def as_float(what: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
-TARGETS = ("target", "target@int8")
+INT8 = "@int8"
+TARGETS = ("target", f"target{INT8}")
 SAMPLING_RULES = ("coupled", "maximal")
 LAYERS = re.compile("all|(every|first):[1-9][0-9]{0,3}")
 
@@ -41,9 +42,10 @@ class DraftConfig:
     """What proposes tokens: whose weights, which part of the KV cache they read, and how many tokens at a time.
 
     ``weights``: ``target`` (the model's own), ``target@int8`` (8-bit copies of them: half the bytes, and lossless since
-    the target verifies), ``ngram`` (none: earlier occurrences of the text's last tokens), or the
-    path or name of a small model with the same tokenizer. ``layers`` leaves layers of the target out: ``every:n`` runs
-    each n-th and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
+    the target verifies), ``ngram`` (none: earlier occurrences of the text's last tokens), or the path or name of a
+    small model with the same tokenizer or of a SPIRe draft made for the target (``PATH@int8``: with 8-bit copies of
+    its layers), which says itself what it reads. ``layers`` leaves layers of the target out: ``every:n`` runs each n-th
+    and the last, ``first:n`` the first n. ``kv`` names a selection (``longdraft.drafts.registry`` lists
     them), and behind ``+`` the format in which chosen tokens are kept, if that is not the target's: ``snapkv+quant8``.
     ``budget`` is the selection's size in tokens per KV head, of which ``sinks`` are the first tokens of the text (at
     most half). A selection that looks at the text chooses anew when its budget is full, and besides as ``refresh``
@@ -109,6 +111,16 @@ class DraftConfig:
     def own_model(self) -> bool:
         """Whether the weights are a model's that has to be loaded beside the target."""
         return self.weights not in (*TARGETS, "ngram")
+
+    @property
+    def int8(self) -> bool:
+        """Whether 8-bit copies of the weights are used."""
+        return self.weights.endswith(INT8)
+
+    @property
+    def model(self) -> str:
+        """The weights without what is to be done to them: a path or a name."""
+        return self.weights.removesuffix(INT8)
 
 
 @lru_cache(maxsize=256)

@@ -71,6 +71,15 @@ class VocabularyMismatchError(LongDraftError):
         super().__init__(f"{draft!r} cannot propose tokens for {target!r}: {problem}. {fix}")
 
 
+class TargetMismatchError(LongDraftError):
+    """A draft was made for another target; the message names both, what differs and the fix."""
+
+    def __init__(self, target: str, draft: str, problem: str) -> None:
+        self.target, self.draft, self.problem = target, draft, problem
+        fix = "Use the model it was made for, or make one for this model."
+        super().__init__(f"{draft!r} cannot propose tokens for {target!r}: {problem}. {fix}")
+
+
 class TemplateError(LongDraftError):
     """A chat template is missing, refused the messages (its own words are passed on), or broke its limits."""
 

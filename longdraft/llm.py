@@ -21,8 +21,8 @@ from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_devi
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import tier
 from longdraft.kernels.dispatch import explain
-from longdraft.llm_control import call_spec, considered, kept_by, make_control
-from longdraft.llm_draft import SAME, Draft, Same, load_draft, resolve_draft
+from longdraft.llm_control import call_spec, considered, make_control
+from longdraft.llm_draft import SAME, Draft, Same, load_draft, on_kernels, resolve_draft, room_for, settled
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
@@ -41,9 +41,9 @@ class LLM:
         model: folder, GGUF file, hub id, or ``None`` for the embedded SmolLM2-135M-Instruct.
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"verified"``,
             ``"pages"``, ``"topk"``, ``"full"``, ``"full+quant8"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small
-            model's path, a mapping of ``DraftConfig``'s fields, ``"auto"`` (draft and number of tokens are chosen anew
-            at every step, by what they are predicted to gain), or ``None`` for plain decoding. It never changes an
-            output. A call may name another one for its requests.
+            model's or a SPIRe draft's path, a mapping of ``DraftConfig``'s fields, ``"auto"`` (draft and number of
+            tokens are chosen anew at every step, by what they are predicted to gain), or ``None`` for plain decoding.
+            It never changes an output. A call may name another one for its requests.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
@@ -61,7 +61,7 @@ class LLM:
         on_load: called as ``on_load(layers_done, layers)`` while weights are read.
 
     Raises ``ModelNotFoundError``, ``ModelFileError``, ``UnsupportedModelError``, ``VocabularyMismatchError``,
-    ``InvalidValueError`` or ``OutOfMemoryError``.
+    ``TargetMismatchError``, ``InvalidValueError`` or ``OutOfMemoryError``.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class LLM:
         self.draft = resolve_draft(draft)
         small = None
         if isinstance(self.draft, DraftConfig) and self.draft.own_model:
-            small = load_draft(self.draft.weights, replace(self.checkpoint, tokenizer=self.tokenizer), download)
+            small = load_draft(self.draft, replace(self.checkpoint, tokenizer=self.tokenizer), download)
+            self.draft = settled(self.draft, small)
         target_device, block_size = resolve_device(device), resolve_block_size(block_size)
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
@@ -103,8 +104,7 @@ class LLM:
             storage,
             kv_storage,
             target_device,
-            draft=small.config if small else None,
-            **kept_by(tuple(drafts), config, kv_storage, block_size),
+            **room_for(tuple(drafts), small, config, storage, kv_storage, block_size),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -114,9 +114,9 @@ class LLM:
         )
         types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
         self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
-        small_models = {}
+        self._small, small_models = small, {}
         if small:
-            small_models[self.draft.weights] = Transformer(small.config, small.weights, **types)
+            small_models[self.draft.weights] = on_kernels(small, self.draft, self.model)
         eos = self.checkpoint.eos_token_ids
         control = make_control(self.checkpoint.name, self.model)
         self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models, control)
@@ -210,7 +210,7 @@ class LLM:
     ) -> Request:
         """Queue a request, whose outputs ``sink`` is told of as ``step`` brings them."""
         params = self.default_sampling_params if params is None else params
-        chosen = self.draft if draft is SAME else resolve_draft(draft)
+        chosen = self.draft if draft is SAME else settled(resolve_draft(draft), self._small)
         ids = self.engine.add_all(prompt.ids, params, chosen)
         sequences = [self.engine.sequence(i) for i in ids]
         request = Request(prompt, sequences, self.tokenizer, tier(self.model, chosen), sink)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from longdraft.config import DraftConfig
-from longdraft.drafts.registry import kept_tokens, page_note_bytes
 from longdraft.errors import CalibrationError
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec, select
@@ -32,19 +29,6 @@ def call_spec(
     """What the target's kernels will have to serve."""
     group = config.num_heads // config.num_kv_heads
     return CallSpec(device.type, dtype, kv_dtype, config.head_dim, group, page_size)
-
-
-def kept_by(
-    drafts: Sequence[DraftConfig], config: ModelConfig, kv_dtype: torch.dtype, page_size: int
-) -> dict[str, Any]:
-    """What drafts keep beside the target's weights and cache, all of them at once, as ``size_engine`` asks for it."""
-    tokens = [kept_tokens(draft) for draft in drafts]
-    return {
-        "int8_draft": any(draft.weights == "target@int8" for draft in drafts),
-        "copied": sum(copied for copied, _ in tokens),
-        "observed": sum(observed for _, observed in tokens),
-        "page_notes": sum(page_note_bytes(draft, config, kv_dtype, page_size) for draft in drafts),
-    }
 
 
 def kind_of(spec: CallSpec) -> str:

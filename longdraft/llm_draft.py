@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longdraft.checkpoint.base import Checkpoint
 from longdraft.checkpoint.bundled import NAME as BUNDLED
-from longdraft.checkpoint.load import HUB_ID, load_checkpoint, look_up
+from longdraft.checkpoint.load import HUB_ID, load_checkpoint, locate, look_up
 from longdraft.checkpoint.pairing import check_pair
-from longdraft.config import AutoDraft, DraftConfig
-from longdraft.drafts.registry import NAMED, check, named
+from longdraft.checkpoint.spire import SpireCheckpoint, is_spire, read_spire
+from longdraft.config import TARGETS, AutoDraft, DraftConfig
+from longdraft.drafts.registry import NAMED, check, kept_tokens, named, page_note_bytes
+from longdraft.drafts.spire import SpireModel, state_bytes, weight_bytes
 from longdraft.errors import InvalidValueError
+from longdraft.models.config import ModelConfig
+from longdraft.models.transformer import Transformer
+from longdraft.models.weights import num_parameters
 
 Draft = DraftConfig | AutoDraft | str | Mapping[str, Any] | None
+Loaded = Checkpoint | SpireCheckpoint
 
 
 class Same(Enum):
@@ -36,7 +45,7 @@ def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
     if isinstance(draft, (str, Path)):
         if str(draft) == AutoDraft.label:
             return AutoDraft()
-        return named(str(draft)) or DraftConfig(weights=_model_name(str(draft)))
+        return named(str(draft)) or _own_model(DraftConfig(weights=str(draft)))
     if not isinstance(draft, Mapping):
         raise InvalidValueError("draft", draft, "must be a DraftConfig, a name, a model's path, a mapping, or None")
     try:
@@ -46,10 +55,11 @@ def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
         raise InvalidValueError("draft", dict(draft), f"may have the fields {names}") from error
 
 
-def _model_name(name: str) -> str:
-    """``name``, if it can be a model's; else it was meant to be a draft's."""
+def _own_model(config: DraftConfig) -> DraftConfig:
+    """``config``, if its weights can be a model's; else they were meant to be a draft's name."""
+    name = config.model
     if name.lower() == BUNDLED or HUB_ID.fullmatch(name) or any(look_up(name)[1:]):
-        return name
+        return config
     raise InvalidValueError(
         "draft",
         name,
@@ -57,11 +67,66 @@ def _model_name(name: str) -> str:
     )
 
 
-def load_draft(name: str, target: Checkpoint, download: bool) -> Checkpoint:
-    """The checkpoint of a small model that shall draft for ``target``.
+def load_draft(config: DraftConfig, target: Checkpoint, download: bool) -> Loaded:
+    """The checkpoint of a small model that shall draft for ``target``, or of a SPIRe draft made for it.
 
-    Raises what ``load_checkpoint`` raises, and ``VocabularyMismatchError`` unless both have the same tokenizer.
+    Raises what ``load_checkpoint`` raises, ``VocabularyMismatchError`` unless a small model has the same tokenizer,
+    ``TargetMismatchError`` if a SPIRe draft was made for another target, and ``InvalidValueError`` where the config
+    asks for what the draft cannot do.
     """
-    draft = load_checkpoint(name, download=download)
-    check_pair(target, draft)
-    return draft
+    path, name = locate(config.model, download)
+    if is_spire(path):
+        draft = read_spire(path, name)
+        draft.check_target(target)
+        return draft
+    if config.int8:
+        limit = "may end in @int8 only for a SPIRe draft or the target"
+        raise InvalidValueError("weights", config.weights, limit, "Leave @int8 out.")
+    small = load_checkpoint(config.model, download=download)
+    check_pair(target, small)
+    return small
+
+
+def on_kernels(draft: Loaded, config: DraftConfig, target: Transformer) -> Transformer | SpireModel:
+    """What was loaded, ready to run beside ``target``."""
+    if isinstance(draft, SpireCheckpoint):
+        return SpireModel(draft.config, draft.weights, target, int8=config.int8)
+    types = {"dtype": target.dtype, "kv_dtype": target.kv_dtype, "device": target.device}
+    return Transformer(draft.config, draft.weights, **types, page_size=target.layout.page_size)
+
+
+def room_for(
+    drafts: Sequence[DraftConfig],
+    own: Loaded | None,
+    target: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+) -> dict[str, Any]:
+    """What ``size_engine`` must leave room for, as its arguments, where all of ``drafts`` may propose.
+
+    ``own``: the model loaded beside the target, for the one draft that then there is.
+    """
+    if isinstance(own, SpireCheckpoint):
+        (draft,) = drafts
+        return {
+            "draft_weights": weight_bytes(own.config, target, dtype, draft.int8),
+            "kept": state_bytes(own.config, target, kv_dtype, draft.gamma),
+        }
+    int8 = any(draft.weights in TARGETS and draft.int8 for draft in drafts)
+    tokens = [kept_tokens(draft) for draft in drafts]
+    return {
+        "draft": own.config if own else None,
+        "draft_weights": num_parameters(target) if int8 else 0,
+        "copied": sum(copied for copied, _ in tokens),
+        "observed": sum(observed for _, observed in tokens),
+        "page_notes": sum(page_note_bytes(draft, target, kv_dtype, page_size) for draft in drafts),
+    }
+
+
+def settled(draft: DraftConfig | AutoDraft | None, own: Loaded | None) -> DraftConfig | AutoDraft | None:
+    """``draft`` with what a SPIRe draft reads in its place, if it is ``own``: its own sinks and window."""
+    if not isinstance(own, SpireCheckpoint) or not isinstance(draft, DraftConfig) or not draft.own_model:
+        return draft
+    reads = own.config
+    return replace(draft, kv="streaming_llm", budget=reads.sinks + reads.window, sinks=reads.sinks)

@@ -33,7 +33,7 @@ def load_checkpoint(model: str | PathLike[str] | None = None, *, download: bool 
 
     Raises ``ModelNotFoundError``, ``ModelFileError`` or ``UnsupportedModelError``.
     """
-    path, name = _locate(model, download)
+    path, name = locate(model, download)
     if path.is_dir():
         return _from_folder(path, name)
     if path.suffix.lower() != ".gguf":
@@ -47,7 +47,7 @@ def read_config(model: str | PathLike[str] | None = None) -> tuple[str, ModelCon
 
     A ``config.json`` may be named itself. Raises what ``load_checkpoint`` raises.
     """
-    path, name = _locate(model, download=False)
+    path, name = locate(model, download=False)
     if path.is_dir():
         path = path / "config.json" if (path / "config.json").exists() else _only_gguf(path)
     elif path.suffix.lower() == ".json":
@@ -57,7 +57,7 @@ def read_config(model: str | PathLike[str] | None = None) -> tuple[str, ModelCon
     return name, _gguf_config(read_header(path))
 
 
-def _locate(model: str | PathLike[str] | None, download: bool) -> tuple[Path, str]:
+def locate(model: str | PathLike[str] | None, download: bool) -> tuple[Path, str]:
     """The folder or file that ``model`` stands for, and what to call it."""
     if model is None or str(model).lower() == BUNDLED:
         return require_bundled(), BUNDLED

@@ -18,6 +18,7 @@ from longdraft.drafts.page_spec import PageSpec
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.drafts.small_copies import SmallCopies
 from longdraft.drafts.small_model import DraftModel, SmallModel
+from longdraft.drafts.spire import Spire, SpireModel
 from longdraft.errors import InvalidValueError
 from longdraft.kv.format.base import Format
 from longdraft.kv.format.quant import Quant8
@@ -63,7 +64,8 @@ def named(name: str) -> DraftConfig | None:
     return NAMED.get(name) or (DraftConfig(kv=name) if name in KVS else None)
 
 
-NO_MODELS: Mapping[str, DraftModel] = {}
+Beside = DraftModel | SpireModel  # what may be loaded beside a target to draft for it
+NO_MODELS: Mapping[str, Beside] = {}
 
 
 def check(config: DraftConfig) -> DraftConfig:
@@ -116,7 +118,7 @@ def make(
     config: DraftConfig,
     model: Transformer,
     store: PagedStore,
-    small: Mapping[str, DraftModel] = NO_MODELS,
+    small: Mapping[str, Beside] = NO_MODELS,
     max_rows: int = 256,
 ) -> Draft:
     """The draft that ``config`` describes, for a target and its store; ``small`` are the models loaded beside it.
@@ -144,9 +146,12 @@ def make(
         loaded = ", ".join(small) or "none was"
         limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
         raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
+    own = small[config.weights]
+    if isinstance(own, SpireModel):  # it says itself what it reads
+        return Spire(own, max_rows)
     if isinstance(reader, TokenSelector):
-        return SmallCopies(small[config.weights], reader, model.config.vocab_size, max_rows)
-    return SmallModel(small[config.weights], reader, model.config.vocab_size)
+        return SmallCopies(own, reader, model.config.vocab_size, max_rows)
+    return SmallModel(own, reader, model.config.vocab_size)
 
 
 def selector(config: DraftConfig) -> Selector:

@@ -14,6 +14,7 @@ from longdraft.checkpoint.tokenizer import Tokenizer
 from longdraft.config import MAX_SEED, AutoDraft, DraftConfig, EngineConfig, as_int
 from longdraft.core import Batch, Round, Row, Sequence, SequenceStats, Status, StepOutput
 from longdraft.drafts.small_model import DraftModel
+from longdraft.drafts.spire import SpireModel
 from longdraft.engine import stops
 from longdraft.engine.admission import check_ids, derived_seed, fit_prompt, resolve
 from longdraft.engine.control import Control, OwnDrafts
@@ -37,7 +38,7 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
-        draft_models: Mapping[str, Transformer] | None = None,
+        draft_models: Mapping[str, Transformer | SpireModel] | None = None,
         control: Control | None = None,
     ) -> None:
         """``tokenizer`` is needed for requests with stop strings or bad words only; ``draft_models`` by name.
@@ -48,7 +49,10 @@ class Engine:
         self._texts: dict[int, Detokenizer] = {}  # of unfinished requests with stop strings
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
-        small = {name: DraftModel(m, config.num_pages) for name, m in (draft_models or {}).items()}
+        small = {
+            name: DraftModel(m, config.num_pages) if isinstance(m, Transformer) else m
+            for name, m in (draft_models or {}).items()
+        }
         self.control = control or OwnDrafts()
         self.runner = Runner(model, self.store, small, config.max_num_seqs, self.control)
         self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release, self.control)

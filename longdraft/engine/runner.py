@@ -16,8 +16,7 @@ from longdraft.capture import NOTHING
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Batch, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
-from longdraft.drafts.registry import make
-from longdraft.drafts.small_model import DraftModel
+from longdraft.drafts.registry import Beside, make
 from longdraft.engine.control import Control, OwnDrafts
 from longdraft.engine.observe import Observation
 from longdraft.kv.store import PagedStore
@@ -34,7 +33,7 @@ class Runner:
         self,
         model: Transformer,
         store: PagedStore,
-        small: Mapping[str, DraftModel] | None = None,
+        small: Mapping[str, Beside] | None = None,
         max_rows: int = 256,
         control: Control | None = None,
     ) -> None:
@@ -115,7 +114,7 @@ class Runner:
         for config, seqs in groups.items():
             draft = self.draft(config)
             for seq in seqs:
-                if observation and (told := observation.of(seq)) and (seen := told.only(draft.needs)):
+                for seen in observation.of(seq, draft.needs) if observation else ():
                     draft.observe(seq, seen)
             draft.follow(seqs) if batch.prefill else draft.settle(seqs)
 

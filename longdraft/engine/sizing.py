@@ -65,7 +65,8 @@ def size_engine(
     device: torch.device,
     *,
     draft: ModelConfig | None = None,
-    int8_draft: bool = False,
+    draft_weights: int = 0,
+    kept: int = 0,
     copied: int = 0,
     observed: int = 0,
     page_notes: int = 0,
@@ -79,10 +80,10 @@ def size_engine(
     """The engine's sizes, worked out before the weights are loaded.
 
     A ``max_model_len`` that was asked for must fit in the KV cache; where it was not, requests end at the cache's size.
-    A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do the 8-bit
-    copies of an ``int8_draft``, what a draft keeps of each sequence (copies of ``copied`` tokens' K and V, and the
-    queries of ``observed`` tokens, those of ``draft`` if it has weights of its own), and the ``page_notes`` bytes that
-    it remembers of every page.
+    A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do other
+    ``draft_weights`` in bytes, what a draft keeps of each sequence (copies of ``copied`` tokens' K and V, the queries
+    of ``observed`` tokens, those of ``draft`` if it has weights of its own, and ``kept`` bytes), and the ``page_notes``
+    bytes that it remembers of every page.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
@@ -90,9 +91,7 @@ def size_engine(
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     models = [config] if draft is None else [config, draft]
     page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size + page_notes
-    left = memory_left(models, dtype, device)
-    if int8_draft:
-        left = max(0, left - num_parameters(config))
+    left = max(0, memory_left(models, dtype, device) - draft_weights)
     if kv_cache_memory_bytes is None:
         memory = int(left * FREE_MEMORY_SHARE)
     else:
@@ -100,9 +99,9 @@ def size_engine(
         memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
     pages_for_one = -(-length // block_size)
     source = draft or config
-    kept = copied * kv_bytes_per_token(source, kv_dtype), observed * query_bytes_per_token(source)
-    fitting = pages_beside(memory, page_bytes, max_num_seqs * sum(kept), block_size * query_bytes_per_token(source))
-    num_pages = min(fitting if any(kept) else memory // page_bytes, max_num_seqs * pages_for_one)
+    kept += copied * kv_bytes_per_token(source, kv_dtype) + observed * query_bytes_per_token(source)
+    fitting = pages_beside(memory, page_bytes, max_num_seqs * kept, block_size * query_bytes_per_token(source))
+    num_pages = min(fitting if kept else memory // page_bytes, max_num_seqs * pages_for_one)
     if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(
             f"A context of {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, but the cache has "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,7 @@ class NativeLinear:
         """``dtype``: what the weights are stored in if not in the spec's type; int8 is for drafts only."""
         self.n, self.k = weight.shape
         self.dtype = dtype or spec.dtype
-        kind, step = TYPES[self.dtype]
+        step = TYPES[self.dtype][1]
         blocks = -(-self.n // 16)
         self.packed = torch.empty((blocks, -(-self.k // step), 16, step), dtype=self.dtype)
         use_huge_pages(self.packed)
@@ -152,10 +153,14 @@ class NativeLinear:
         int8 = self.dtype == torch.int8
         self.scales = torch.empty(16 * blocks) if int8 else None
         self.sums = torch.empty(16 * blocks, dtype=torch.int32) if int8 else None
-        addresses = (self.packed.data_ptr(), address(self.bias))
-        self.handle = _native.Weight(*addresses, self.n, self.k, kind, address(self.scales), address(self.sums))
+        self._point()
         wide = weight.float().contiguous()
         runtime().pack(wide.data_ptr(), self.handle)
+
+    def _point(self) -> None:
+        """What the kernels know of the layer: addresses alone."""
+        packed, bias, scales, sums = (address(x) for x in (self.packed, self.bias, self.scales, self.sums))
+        self.handle = _native.Weight(packed, bias, self.n, self.k, TYPES[self.dtype][0], scales, sums)
 
     @staticmethod
     def supports(spec: CallSpec) -> str | None:
@@ -178,6 +183,17 @@ class NativeLinear:
     def quantised(self) -> NativeLinear:
         """The same layer with 8-bit weights: one scale per output, inputs rounded to 8 bits row by row."""
         return NativeLinear(self.weight, self.bias, None, torch.int8)
+
+    def part(self, start: int) -> NativeLinear:
+        """The same layer without its first ``start`` outputs, a multiple of 16, over the same memory."""
+        assert start % 16 == 0, "weights are packed in blocks of 16 outputs"
+        rest = copy(self)
+        rest.n, rest.packed = self.n - start, self.packed[start // 16 :]
+        rest.bias, rest.scales, rest.sums = (
+            None if x is None else x[start:] for x in (self.bias, self.scales, self.sums)
+        )
+        rest._point()
+        return rest
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""

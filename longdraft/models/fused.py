@@ -42,7 +42,7 @@ class FusedDecoder:
         weights = (model.norm.weight.data_ptr(), model.head.handle, embedding, (tied or model.head).handle, half)
         self.decoder = native._native.Decoder(shape, *sizes, *weights)
         for layer in model.layers:
-            products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+            products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down, layer.kv)
             norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
             self.decoder.add_layer(*(x.handle for x in products), *(n.weight.data_ptr() if n else 0 for n in norms))
 
@@ -69,11 +69,23 @@ class FusedDecoder:
             *(x.data_ptr() for x in rotary),
             len(logits_at),
             logits_at.data_ptr(),
-            [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv],
+            _addresses(kv),
             logits.data_ptr(),
             *_wanted(capture),
         )
         return logits
+
+    def write_keys_values(
+        self,
+        streams: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        kv: Sequence[LayerKV],
+    ) -> None:
+        """See ``Transformer.write_keys_values``."""
+        streams = streams.float().contiguous()
+        addresses = (x.data_ptr() for x in (streams, slots, *rotary))
+        native.runtime().project(self.decoder, len(slots), *addresses, _addresses(kv))
 
 
 def int8_twin(model: Transformer) -> Transformer:
@@ -98,12 +110,17 @@ def int8_twin(model: Transformer) -> Transformer:
     return twin
 
 
-def _wanted(capture: Capture | None) -> tuple[int, int, int, int, int]:
-    """How many tokens a form asks about, which, and where queries go; of which page masses are wanted, and where to.
+def _addresses(kv: Sequence[LayerKV]) -> list[tuple[int, int]]:
+    return [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv]
 
-    0 stands for what is not wanted.
+
+def _wanted(capture: Capture | None) -> tuple[int | list[int], ...]:
+    """What native passes take of a form, 0 standing for what is not wanted.
+
+    How many tokens it asks about, which, and where queries go; of which page masses are wanted, and where to; where
+    residual streams go, and which.
     """
     if capture is None:
-        return 0, 0, 0, 0, 0
-    kinds = (capture.tokens, capture.queries, capture.massed, capture.page_mass)
-    return len(capture.tokens), *(native.address(x) for x in kinds)
+        return 0, 0, 0, 0, 0, 0, []
+    kinds = (capture.tokens, capture.queries, capture.massed, capture.page_mass, capture.hidden)
+    return len(capture.tokens), *(native.address(x) for x in kinds), list(capture.taps)

@@ -41,8 +41,10 @@ class Transformer:
         device: torch.device | str = "cpu",
         page_size: int = 16,
         progress: Callable[[int, int], None] | None = None,
+        ends: Transformer | None = None,
     ) -> None:
-        check_names_and_shapes(config, source)
+        """``ends``: a model whose embedding, final norm and head serve this one, too; ``source`` has none then."""
+        check_names_and_shapes(config, source, ends is None)
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.device = torch.device(device)
         group_size = config.num_heads // config.num_kv_heads
@@ -51,17 +53,20 @@ class Transformer:
         self.layout = self._attention.layout(page_size, config.num_kv_heads, config.head_dim, self.spec)
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings, self.device)
         load = _Loader(config, source, self.spec, self.device)
-        embedding = load.tensor("model.embed_tokens.weight")
+        if ends is None:
+            embedding = load.tensor("model.embed_tokens.weight")
+            # A tied head is the embedding itself, not a second copy.
+            self.head = load.head(embedding) if config.tie_embeddings else load.linear("lm_head")
+            self.embedding = None if config.tie_embeddings else embedding
+            self.norm = load.norm("model.norm")
+        else:
+            self.head, self.embedding, self.norm = ends.head, ends.embedding, ends.norm
+        self._embed = self.head.rows if self.embedding is None else self.embedding.__getitem__
         self.layers = []
         for i in range(config.num_layers):
             self.layers.append(_Layer(config, load, f"model.layers.{i}"))
             if progress:
                 progress(i + 1, config.num_layers)
-        self.norm = load.norm("model.norm")
-        # A tied head is the embedding itself, not a second copy.
-        self.head = load.head(embedding) if config.tie_embeddings else load.linear("lm_head")
-        self.embedding = None if config.tie_embeddings else embedding
-        self._embed = self.head.rows if config.tie_embeddings else embedding.__getitem__
         self.weight_bytes = load.num_bytes
         self._fused = fuse(self)
         self._int8: Transformer | None = None
@@ -85,6 +90,28 @@ class Transformer:
     def rotary(self, positions: torch.Tensor, plan: AttnPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of a step's positions, ``[N, D/2]`` each."""
         return self._rotary.lookup(positions, plan.end or int(plan.view.lens.max()))
+
+    @torch.inference_mode()
+    def write_keys_values(
+        self,
+        streams: torch.Tensor,  # [L, N, hidden]: what enters each layer
+        positions: torch.Tensor,  # [N]
+        slots: torch.Tensor,  # [N]
+        kv: Sequence[LayerKV],
+    ) -> None:
+        """Write the K and V that each layer makes of its own residual streams, without running anything else."""
+        rotary = self._rotary.lookup(positions)
+        if self._fused is not None:
+            self._fused.write_keys_values(streams, rotary, slots, kv)
+            return
+        for layer, x, cache in zip(self.layers, streams, kv, strict=True):
+            k, v = layer.keys_values(x, rotary)
+            self.layout.write_k(cache.k, slots, k)
+            self.layout.write_v(cache.v, slots, v)
+
+    def hidden_form(self, taps: int, tokens: int) -> torch.Tensor:
+        """Room ``[T, n, hidden]`` for residual streams, to be captured."""
+        return torch.empty(taps, tokens, self.config.hidden_size, dtype=self.spec.compute_dtype, device=self.device)
 
     @property
     def fused(self) -> bool:
@@ -114,11 +141,15 @@ class Transformer:
         wanted = capture is not None and capture.page_mass is not None
         page_mass = PageMass(plan, capture.massed, self.layout, self.spec) if wanted else None
         x = self._embed(ids).to(self.spec.compute_dtype)
+        if capture:
+            capture.note(0, x)
         for i in range(len(self.layers)) if layers is None else layers:
             attention = shared or self._attention(plan.layer(i), self.layout, self.spec)
             attention = capture.noting(i, attention, page_mass) if capture else attention
             attention = plan.decoding(i, attention)
             x = self.layers[i](x, rotary, plan, kv[i], attention, self.layout)
+            if capture:
+                capture.note(i + 1, x)
         return self.head(self.norm(x[logits_at]))
 
 
@@ -129,6 +160,7 @@ class _Layer:
         self.sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.attention_norm = load.norm(f"{name}.input_layernorm")
         self.qkv = load.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
+        self.kv = self.qkv.part(config.num_heads * config.head_dim)
         self.q_norm = load.norm(f"{name}.self_attn.q_norm") if config.qk_norm else None
         self.k_norm = load.norm(f"{name}.self_attn.k_norm") if config.qk_norm else None
         self.output = load.linear(f"{name}.self_attn.o_proj")
@@ -155,6 +187,15 @@ class _Layer:
         layout.write_v(kv.v, plan.slots, v)
         x = x + self.output(attention(q, kv).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
+
+    def keys_values(
+        self,
+        x: torch.Tensor,  # [N, hidden]
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [N, G, D] each
+        """What the layer would store of tokens that enter it as ``x``."""
+        k, v = self.kv(self.attention_norm(x)).view(len(x), 2, self.sizes[1], self.sizes[2]).unbind(1)
+        return apply_rotary(self.k_norm(k) if self.k_norm else k, *rotary), v
 
 
 class _Loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Protocol
 
@@ -25,11 +26,14 @@ class WeightSource(Protocol):
         """One tensor on the CPU, in the file's float dtype (float32 where it was dequantised)."""
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor that ``config`` calls for. A tied model has no ``lm_head.weight``."""
+def expected_shapes(config: ModelConfig, ends: bool = True) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor that ``config`` calls for. A tied model has no ``lm_head.weight``.
+
+    Without its ``ends`` the layers alone: no embedding, final norm and head.
+    """
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)} if ends else {}
 
     def linear(name: str, out: int, into: int, bias: bool) -> None:
         shapes[f"{name}.weight"] = (out, into)
@@ -50,8 +54,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (dim,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
+    if ends:
+        shapes["model.norm.weight"] = (hidden,)
+    if ends and not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
@@ -61,13 +66,24 @@ def num_parameters(config: ModelConfig, prefix: str = "") -> int:
     return sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name.startswith(prefix))
 
 
-def check_names_and_shapes(config: ModelConfig, source: WeightSource) -> None:
-    """Raise ``ModelFileError`` naming the first missing, misshapen or unconsumed tensor.
+def fingerprint(config: ModelConfig, source: WeightSource) -> str:
+    """Hex digest of a model's sizes, norms and biases: what its files of any format and precision have in common."""
+    sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    digest = hashlib.sha256(repr((*sizes, *heads)).encode())
+    for name, shape in sorted(expected_shapes(config).items()):
+        if len(shape) == 1:
+            digest.update(name.encode() + source.load(name).float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_names_and_shapes(config: ModelConfig, source: WeightSource, ends: bool = True) -> None:
+    """Raise ``ModelFileError`` naming the first missing, misshapen or unconsumed tensor; see ``expected_shapes``.
 
     A tied model may carry an ``lm_head.weight`` equal to its embedding (``checkpoint/ties.py`` sees to that).
     Buffers that some exporters write (``rotary_emb.inv_freq``) are recomputed and may be present.
     """
-    have, want = source.shapes(), expected_shapes(config)
+    have, want = source.shapes(), expected_shapes(config, ends)
     for name, shape in want.items():
         if name not in have:
             fix = "The config says the embeddings are not tied." if name == "lm_head.weight" else ""

@@ -7,14 +7,21 @@ import pytest
 import torch
 
 from longdraft import LLM, DraftConfig, SamplingParams
+from longdraft.checkpoint.load import load_checkpoint
+from longdraft.checkpoint.spire import read_spire, save_spire
 from longdraft.compare import compare
 from longdraft.errors import (
     InvalidValueError,
     ModelFileError,
     ModelNotFoundError,
     OutOfMemoryError,
+    TargetMismatchError,
     VocabularyMismatchError,
 )
+from longdraft.kernels import native
+from longdraft.llm_draft import room_for
+from longdraft.models.feedback import FeedbackConfig
+from longdraft.train.prune_init import initial_tensors
 from tests.parity.models import tiny_checkpoint
 from tests.unit.test_pairing import TOKENS, swapped
 from tests.unit.test_pairing import make as make_tokenizer
@@ -46,6 +53,14 @@ def small(tmp_path_factory):
     """One layer, more embedding rows than the target and half of its range."""
     sizes = {"num_hidden_layers": 1, "vocab_size": 136, "max_position_embeddings": 32}
     return checkpoint(tmp_path_factory, "small", seed=1, **sizes)
+
+
+@pytest.fixture(scope="module")
+def spire(tmp_path_factory, target):
+    """The target's last layer with a short window, before training."""
+    checkpoint, config = load_checkpoint(target), FeedbackConfig((2,), window=10, sinks=2)
+    tensors = initial_tensors(config, checkpoint.config, checkpoint.weights)
+    return save_spire(tmp_path_factory.mktemp("spire"), config, tensors, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +172,51 @@ def test_comparing_with_a_model_that_was_not_loaded(plain, small):
     with pytest.raises(InvalidValueError, match="weights is .*a draft model that was loaded .none was."):
         compare(plain, PROMPTS, PARAMS[0], DraftConfig(weights=small))
     assert plain.engine.num_unfinished == 0
+
+
+# --- SPIRe drafts
+
+
+def test_a_spire_draft_by_its_path(target, spire, plain):
+    """It says itself what it reads; the output is that without it, and reports tell its own numbers."""
+    llm = LLM(target, draft={"weights": spire, "gamma": 3}, **SIZES)
+    assert (llm.draft.budget, llm.draft.sinks, llm.draft.gamma) == (12, 2, 3)
+    assert llm.draft.label == f"{spire.name} over streaming_llm, budget 12"
+    for a, b in zip(plain.generate(PROMPTS, PARAMS[2]), llm.generate(PROMPTS, PARAMS[2]), strict=True):
+        same_outputs(a.outputs, b.outputs)
+        assert b.stats.drafted > 0
+    report = compare(llm, PROMPTS, PARAMS[0], llm.draft).report()
+    assert (report["identical"], report["held"]) == (True, True)
+    draft = llm.engine.runner.draft(llm.draft)
+    assert draft.store.num_free_pages == draft.store.num_pages
+    assert draft.spire.model.head is llm.model.head
+    known = list(llm.engine.runner._drafts)
+    llm.generate(PROMPTS[:1], PARAMS[0], draft=spire)  # named for one call, it is the same one
+    assert list(llm.engine.runner._drafts) == known
+    layer = sum(p.numel() for p in _parameters(spire)) - 2  # the memory
+    room = room_for([llm.draft], read_spire(spire, ""), llm.model.config, torch.float64, torch.float64, 16)
+    assert room == {"draft_weights": 8 * layer, "kept": (12 + 3) * 8 * 2 * 2 * 16}  # sinks, window and a block
+    assert llm.engine.config.num_pages < plain.engine.config.num_pages
+
+
+@pytest.mark.skipif(native._native is None, reason=f"without the native extension: {native.WHY_NOT}")
+def test_a_spire_draft_in_8_bits(target, spire):
+    types = {"dtype": "float32", "kv_cache_memory_bytes": 2**22}
+    llm = LLM(target, draft=f"{spire}@int8", **types)
+    assert llm.draft.label.startswith(f"{spire.name}@int8")
+    for a, b in zip(LLM(target, **types).generate(PROMPTS), llm.generate(PROMPTS), strict=True):
+        assert a.outputs == b.outputs
+    draft = llm.engine.runner.draft(llm.draft)
+    assert draft.spire.runs is not draft.spire.model
+
+
+def test_spire_drafts_that_cannot_be(tmp_path_factory, target, small, spire):
+    with pytest.raises(InvalidValueError, match="native kernels"):
+        LLM(target, draft=f"{spire}@int8", **SIZES)
+    with pytest.raises(InvalidValueError, match="@int8 only for a SPIRe draft"):
+        LLM(target, draft=f"{small}@int8", **SIZES)
+    with pytest.raises(TargetMismatchError, match="made for"):
+        LLM(checkpoint(tmp_path_factory, "other", seed=9), draft=spire, **SIZES)
 
 
 # --- memory

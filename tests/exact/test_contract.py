@@ -17,12 +17,14 @@ from longdraft.engine.admission import derived_seed
 from longdraft.engine.engine import Engine
 from longdraft.errors import ContextLengthError
 from longdraft.exactness import forced_logits
+from longdraft.models.feedback import FeedbackConfig
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 from longdraft.spec.noise import all_gumbels
 from tests.conftest import greedy, run
 from tests.exact.fake_drafts import FAKES, install, slot
+from tests.spire_drafts import spire_of
 
 VOCAB, PAGE = 128, 16
 GAMMAS = range(1, 9)
@@ -43,6 +45,8 @@ DRAFTS = {
     "small-streaming": DraftConfig(weights="small", budget=16, sinks=4),
     "wide": DraftConfig(weights="wide", budget=16, sinks=4),
     "self-snapkv": DraftConfig(weights="self", kv="snapkv", budget=24),
+    "spire": DraftConfig(weights="spire"),
+    "spire-trained": DraftConfig(weights="spire-trained"),
     **{f"fake-{name}": slot(name) for name in FAKES},
 }
 NOISY, CONTROL, EOS = "fake-noisy", 34, 39  # CONTROL is a control token of the tokenizer, EOS ends a text
@@ -67,6 +71,9 @@ class Kit:
         self.model, self.tokenizer = model, letters()
         self.known = {}  # plain runs alone: the same ones are compared with again and again
         self.small = {"self": model, "small": self.one_layer(120), "wide": self.one_layer(136)}
+        source = RandomWeights(model.config, seed=6)
+        self.small["spire"] = spire_of(model, source, FeedbackConfig((0, 1, 2), 16, 2), trained=False)
+        self.small["spire-trained"] = spire_of(model, source, FeedbackConfig((1, 2), 12), trained=True)
 
     @staticmethod
     def one_layer(vocab):
@@ -111,12 +118,18 @@ def drain(engine):
     return outputs
 
 
+def stores(engine):
+    """The target's, small models' and SPIRe drafts'."""
+    own = [*engine.runner.small.values(), *engine.runner._drafts.values()]
+    return [engine.store, *(holder.store for holder in own if hasattr(holder, "store"))]
+
+
 def check_nothing_left(engine):
     assert engine.num_unfinished == 0
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert not engine._texts
-    for store in (engine.store, *(small.store for small in engine.runner.small.values())):
+    for store in stores(engine):
         store.check_integrity()
         assert store.num_free_pages == store.num_pages
     for draft in engine.runner._drafts.values():

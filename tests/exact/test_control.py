@@ -84,16 +84,8 @@ def test_every_parameter_under_choices_at_random(kit, rule):
 
 @pytest.fixture(scope="module")
 def models():
-    """The bfloat16 pair of the native tests."""
-    configs = on_native.tiny_config(), on_native.tiny_config(num_layers=1)
-    weights = [on_native.RandomWeights(config, seed=6 + i) for i, config in enumerate(configs)]
-    pairs = zip(configs, weights, strict=True)
-    return [on_native.Transformer(c, w, dtype=on_native.DTYPES["bfloat16"]) for c, w in pairs]
-
-
-def native_engine(models, control=None, **sizes):
-    config = EngineConfig(**({"max_model_len": 256, "num_pages": 200} | sizes))
-    return Engine(models[0], config, draft_models={"small": models[1]}, control=control)
+    """Those of the native tests in bfloat16."""
+    return on_native.models_in(on_native.DTYPES["bfloat16"])
 
 
 native_only = pytest.mark.skipif(native._native is None, reason=f"without the native extension: {native.WHY_NOT}")
@@ -106,7 +98,7 @@ def test_choices_at_random_with_preemptions_and_forks(models):
     asked = [request for sampling in on_native.SAMPLING[::3] for request in on_native.requests(sampling)]
     control = AtRandom([replace(draft, gamma=1) for draft in on_native.DRAFTS.values()])
     sizes = {"num_pages": 40, "max_num_seqs": 12, "max_num_batched_tokens": 48}
-    engine = native_engine(models, control, **sizes)
+    engine = on_native.engine_of(models, control, **sizes)
     seqs = [engine.sequence(engine.add(prompt, params, AUTO)) for prompt, params in asked]
     forks = []
     while engine.has_work:
@@ -151,7 +143,7 @@ SELF = DraftConfig(kv="full", gamma=1)
 
 def calls_of(models, monkeypatch, control, draft):
     """What one engine asks of the native runtime until its requests have ended, and what it returned."""
-    engine, made = native_engine(models, control, max_num_batched_tokens=48), []
+    engine, made = on_native.engine_of(models, control, max_num_batched_tokens=48), []
     runtime = native.runtime()
 
     class Counted:

@@ -12,12 +12,14 @@ from longdraft.drafts.registry import NAMED
 from longdraft.engine.engine import Engine
 from longdraft.exactness import tier
 from longdraft.kernels import native
+from longdraft.models.feedback import FeedbackConfig
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 from longdraft.spec import sample
 from longdraft.spec.probs import to_log_probs
 from tests.conftest import run
+from tests.spire_drafts import spire_of
 
 pytestmark = pytest.mark.skipif(native._native is None, reason=f"without the native extension: {native.WHY_NOT}")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,20 +34,30 @@ DRAFTS = {name: replace(draft, budget=24, sinks=4) for name, draft in NAMED.item
 DRAFTS |= {
     "first layers": DraftConfig(layers="first:2", kv="full"),
     "small": DraftConfig(weights="small", budget=24, sinks=4),
+    "spire": DraftConfig(weights="spire"),
+    "spire in 8 bits": DraftConfig(weights="spire@int8"),
     **{kv: DraftConfig(kv=kv, budget=64, sinks=4) for kv in ("pages", "verified")},  # pages to choose from
 }
 
 
+def models_in(dtype):
+    """Target, small model and SPIRe drafts in one type. The logits are flat enough for ties to be near in bfloat16."""
+    configs = tiny_config(), tiny_config(num_layers=1)
+    sources = [RandomWeights(c, seed=6 + i) for i, c in enumerate(configs)]
+    pair = [Transformer(c, s, dtype=dtype) for c, s in zip(configs, sources, strict=True)]
+    kinds = {"spire": FeedbackConfig((0, 1, 2), 20, 4), "spire@int8": FeedbackConfig((1, 2), 20, 4)}
+    spires = {n: spire_of(pair[0], sources[0], c, trained=False, int8="@" in n) for n, c in kinds.items()}
+    return [*pair, spires]
+
+
 @pytest.fixture(scope="module", params=DTYPES)
 def models(request):
-    """Target and small model in one type. The logits are flat enough for ties to be near in bfloat16."""
-    configs = tiny_config(), tiny_config(num_layers=1)
-    return [Transformer(c, RandomWeights(c, seed=6 + i), dtype=DTYPES[request.param]) for i, c in enumerate(configs)]
+    return models_in(DTYPES[request.param])
 
 
-def engine_of(models, **sizes):
+def engine_of(models, control=None, **sizes):
     config = EngineConfig(**({"max_model_len": 256, "num_pages": 200} | sizes))
-    return Engine(models[0], config, draft_models={"small": models[1]})
+    return Engine(models[0], config, draft_models={"small": models[1], **models[2]}, control=control)
 
 
 def requests(sampling, seed=0):

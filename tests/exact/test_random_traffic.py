@@ -17,6 +17,7 @@ from tests.exact.test_contract import (
     check_same_logprobs,
     push_away,
     random_ids,
+    stores,
 )
 
 REQUESTS = 200
@@ -124,7 +125,7 @@ class Traffic:
         while self.joined < REQUESTS or self.engine.num_unfinished:
             self.act()
             self.engine.step()
-            for store in (self.engine.store, *(small.store for small in self.engine.runner.small.values())):
+            for store in stores(self.engine):
                 store.check_integrity()
             running = {seq.id for seq in self.engine.scheduler.running}
             for draft in self.engine.runner._drafts.values():

@@ -31,6 +31,7 @@ LAYERS = [
     {"llm"},
     {"async_llm"},
     {"compare"},
+    {"train"},
     {"bench"},
     {"cli"},
 ]

@@ -14,12 +14,16 @@ class TorchLinear:
     name = "torch"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, spec: CallSpec) -> None:
-        self.weight, self.bias, self.compute_dtype = weight, bias, spec.compute_dtype
+        self.weight, self.bias, self.spec = weight, bias, spec
 
     @staticmethod
     def supports(spec: CallSpec) -> str | None:
         """Serves every call."""
         return None
+
+    def part(self, start: int) -> TorchLinear:
+        """The same layer without its first ``start`` outputs, over the same memory."""
+        return TorchLinear(self.weight[start:], None if self.bias is None else self.bias[start:], self.spec)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""
@@ -28,6 +32,6 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [N, in]`` → ``[N, out]``."""
         # Widening the weights keeps the sums in full precision; it costs time where they are stored in 16 bits.
-        x = x.to(self.weight.dtype).to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return linear(x, self.weight.to(self.compute_dtype), bias)
+        compute = self.spec.compute_dtype
+        x = x.to(self.weight.dtype).to(compute)
+        return linear(x, self.weight.to(compute), None if self.bias is None else self.bias.to(compute))
