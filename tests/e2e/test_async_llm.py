@@ -677,4 +677,5 @@ def test_a_program_that_never_closes_it_ends(folder):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0"], "")
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("Running on PyTorch's kernels")]
+    assert (done.returncode, done.stdout.split(), errors) == (0, ["0"], [])
