@@ -26,6 +26,7 @@ from tests.exact.test_contract import (
     request_of,
     speculated,
 )
+from tests.unit.recorded import Flat
 
 AUTO = AutoDraft()
 
@@ -119,25 +120,6 @@ def test_choices_at_random_with_preemptions_and_forks(models):
     assert all((child.output_ids, child.logprobs) == want[source] for source, child in known)
 
 
-class Free:
-    """Prices at which it pays to propose, or never does."""
-
-    def __init__(self, draft_s):
-        self.draft_s = draft_s
-
-    def target(self, lengths, tokens):
-        return 1.0
-
-    def draft(self, config, lengths, gammas):
-        return self.draft_s * max(gammas)
-
-    def upkeep(self, config, lengths):
-        return 0.0
-
-    def wake(self, config, length):
-        return 0.0
-
-
 SELF = DraftConfig(kv="full", gamma=1)
 
 
@@ -169,10 +151,10 @@ def calls_of(models, monkeypatch, control, draft):
 @native_only
 def test_choosing_nothing_is_plain_decoding_call_for_call(models, monkeypatch):
     plain, want, _ = calls_of(models, monkeypatch, None, None)
-    off, got, seqs = calls_of(models, monkeypatch, Controller(Free(1e3), {SELF: 0.9}), AUTO)
+    off, got, seqs = calls_of(models, monkeypatch, Controller(Flat(1e3), {SELF: 0.9}), AUTO)
     assert (off, got) == (plain, want)
     assert all(seq.stats.control.off.total() == seq.stats.verify_passes > 0 for seq in seqs)
-    on, got, seqs = calls_of(models, monkeypatch, Controller(Free(1e-3), {SELF: 0.9}), AUTO)
+    on, got, seqs = calls_of(models, monkeypatch, Controller(Flat(1e-3), {SELF: 0.9}), AUTO)
     assert got == want
     assert len(on) != len(plain)  # the count sees proposals
     assert all(seq.stats.control.rounds.total() > 0 for seq in seqs)
@@ -180,7 +162,7 @@ def test_choosing_nothing_is_plain_decoding_call_for_call(models, monkeypatch):
 
 def test_the_real_control_in_a_crowded_engine(tiny):
     """It proposes, it is told what came of it, and it keeps nothing of those that are gone."""
-    control = Controller(Free(0.05), {SELF: 0.5, DraftConfig(budget=16, sinks=4, gamma=1): 0.5})
+    control = Controller(Flat(0.05), {SELF: 0.5, DraftConfig(budget=16, sinks=4, gamma=1): 0.5})
     engine = Engine(tiny, EngineConfig(max_model_len=256, num_pages=14, max_num_seqs=4), control=control)
     asked = [([(7 * i + n) % 128 for i in range(n)], SamplingParams(seed=n, max_tokens=30)) for n in (3, 17, 40, 64)]
     seqs = [engine.sequence(engine.add(prompt, params, AUTO)) for prompt, params in asked]

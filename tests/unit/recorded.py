@@ -138,3 +138,21 @@ def oracle(costs, lengths, rates, most=6):
             seconds += costs.draft(draft, [lengths[i] for i in some], [gammas[i] for i in some])
             best = max(best, sum(sum(own[i] ** k for k in range(g + 1)) for i, g in enumerate(gammas)) / seconds)
     return best
+
+
+class Flat:
+    """A pass takes a second; a drafted token takes ``draft_s``."""
+
+    def __init__(self, draft_s):
+        self.draft_s = draft_s
+
+    def target(self, lengths, tokens):
+        return 1.0
+
+    def draft(self, config, lengths, gammas):
+        return self.draft_s * max(gammas)
+
+    def upkeep(self, config, lengths):
+        return 0.0
+
+    wake = upkeep

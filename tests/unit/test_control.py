@@ -20,7 +20,7 @@ from longdraft.planner.hardware import unmeasured_cpu
 from longdraft.planner.joint import Offer, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.roofline import Roofline
-from tests.unit.recorded import EPYC, INT8, NGRAM, WINDOW, Recorded, World, oracle, sequence
+from tests.unit.recorded import EPYC, INT8, NGRAM, WINDOW, Flat, Recorded, World, oracle, sequence
 
 DRAFTS = {INT8: 0.75, WINDOW: 0.75}
 
@@ -224,24 +224,6 @@ def test_pace_learns_the_scale_and_each_kinds_own_error():
     for _ in range(60):  # the machine slows down; what was not seen is known to be slower, too
         pace.observe("a", 6.0, 1.0)
     assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.1)
-
-
-class Flat:
-    """A pass takes a second; a drafted token takes ``draft_s``."""
-
-    def __init__(self, draft_s):
-        self.draft_s = draft_s
-
-    def target(self, lengths, tokens):
-        return 1.0
-
-    def draft(self, config, lengths, gammas):
-        return self.draft_s * max(gammas)
-
-    def upkeep(self, config, lengths):
-        return 0.0
-
-    wake = upkeep
 
 
 @pytest.mark.parametrize(("draft_s", "starts"), [(0.88, False), (0.84, True)])  # 1.9 tokens in 1.88 or 1.84 s
