@@ -17,7 +17,10 @@ def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, 
     gives its only token whatever the noise. ``role`` names the stream of noise.
     """
     support = log_probs > -torch.inf
-    if support.sum() > SPARSE_SUPPORT * support.numel():
+    counts = support.sum(dim=-1)
+    if (counts <= 1).all():  # greedy rows: no noise is needed
+        return support.byte().argmax(dim=-1)
+    if counts.sum() > SPARSE_SUPPORT * support.numel():
         return (log_probs + all_gumbels(seeds, positions, log_probs.shape[-1], role)).argmax(dim=-1)
     row, token = support.nonzero(as_tuple=True)
     scores = torch.full_like(log_probs, -torch.inf)
