@@ -247,19 +247,19 @@ def test_a_fork_of_one_without_the_draft_reads_the_last_pages_for_one_round(tiny
 
 @pytest.mark.parametrize(("kv", "refresh"), [("pages", 0), ("verified", 1)])
 def test_a_long_output_stays_within_the_budget(kv, refresh):
-    """2,000 tokens; without a date, a choice is made when the budget is full, and not before."""
+    """800 tokens; without a date, a choice is made when the budget is full, and not before."""
     model_config = tiny_config(num_layers=1, max_position_embeddings=4096)
     model = Transformer(model_config, RandomWeights(model_config, seed=6), dtype=torch.float32)
     engine, config = make_engine(model, num_pages=200), config_of(kv, budget=128, refresh=refresh)
     draft, at, most = engine.runner.draft(config), [], 0
     choose = draft._choose
     draft._choose = lambda row: at.append(row.seq.num_committed) or choose(row)
-    seq = engine.sequence(engine.add(PROMPT, greedy(2000), config))
+    seq = engine.sequence(engine.add(PROMPT, greedy(800), config))
     while engine.has_work:
         engine.step()
         if seq.id in draft._states:
             most = max(most, draft.pages_read(seq.id, seq.num_committed).shape[2])
-    assert len(seq.output_ids) == 2000
+    assert len(seq.output_ids) == 800
     assert most <= 8
     gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
     if refresh == 0:
@@ -277,12 +277,13 @@ def test_every_number_of_heads_and_every_kernel(kv, group):
         model = Transformer(config, RandomWeights(config, seed=group), dtype=dtype)
         drafts = [config_of(kv, budget=64), config_of(kv, budget=48, layers="first:1", sampling_rule="maximal")]
         drafts += [config_of(kv, budget=64, weights="target@int8")] if model.fused else []
+        params, prompts = greedy(12), [PROMPT[:n] for n in (1, 64, 129)]
+        plain = [run_alone(model, p, params) for p in prompts]
         for draft in drafts:
-            engine, params = make_engine(model), greedy(12)
-            prompts = [PROMPT[:n] for n in (1, 64, 129)]
+            engine = make_engine(model)
             seqs = [engine.sequence(engine.add(p, params, draft)) for p in prompts]
             list(run(engine))
-            assert [seq.output_ids for seq in seqs] == [run_alone(model, p, params) for p in prompts]
+            assert [seq.output_ids for seq in seqs] == plain
             assert sum(seq.stats.drafted[0] for seq in seqs) > 0
             check_empty(engine, engine.runner.draft(draft))
 
