@@ -102,7 +102,7 @@ def test_the_embedded_model_matches_transformers(embedded_path, monkeypatch):
     for kernels, tolerance in tolerances.items():
         monkeypatch.setenv("LONGDRAFT_KERNELS", kernels)
         model = Transformer(checkpoint.config, checkpoint.weights)
-        for chunks in ([len(ids)], [100, 7, 1]):
+        for chunks in ([len(ids)], [100, 7, 1, 1, len(ids)]):
             (got,) = chunked_logits(model, [ids], chunks)
             torch.testing.assert_close(got, want, rtol=0, atol=tolerance, msg=lambda m, k=kernels: f"{k}: {m}")
 
