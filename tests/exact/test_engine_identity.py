@@ -105,7 +105,7 @@ class World:
         self.step()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_thousand_random_steps(tiny, seed):
     """Join, leave, abort, preempt and fork at random for 1,000 steps: outputs equal isolated runs, no page leaks."""
     world = World(tiny, seed, num_pages=16, max_num_seqs=9, max_num_batched_tokens=32)

@@ -174,12 +174,11 @@ def check_traffic(kit, seed):
     assert used == {None, *(replace(draft, gamma=1) for draft in DRAFTS.values())}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_traffic(kit, seed):
-    check_traffic(kit, seed)
+def test_random_traffic(kit):
+    check_traffic(kit, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("seed", range(1, 12))
 def test_more_random_traffic(kit, seed):
     check_traffic(kit, seed)
