@@ -18,7 +18,9 @@ from longdraft.sampling_params import SamplingParams
 from tests.conftest import run
 
 PROMPT = list(range(5, 13))
-DRAFTS = [None, *(DraftConfig(kv=kv, budget=12, gamma=g) for kv in SELECTORS for g in (1, 4, 16))]
+# Proposals longer than a page: one draft that is always right, one that is not.
+LONG = [DraftConfig(kv=kv, budget=12, gamma=16) for kv in ("full", "streaming_llm")]
+DRAFTS = [None, *(DraftConfig(kv=kv, budget=12, gamma=g) for kv in SELECTORS for g in (1, 4)), *LONG]
 IDS = [f"{d.kv}-{d.gamma}" if d else "plain" for d in DRAFTS]
 
 
