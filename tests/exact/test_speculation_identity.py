@@ -33,8 +33,8 @@ SHAPES = {  # prompt lengths of a batch, and how many tokens each row is given
     "one": ((70,), (24,)),
     "equal": ((33, 33, 33), (16, 16, 16)),
     "ragged": ((1, 15, 17, 90), (20, 17, 3, 14)),
-    "short": ((2, 16, 31, 64, 65), (1, 2, 30, 9, 12)),
-    "long": ((130, 5, 48), (21, 8, 32)),
+    "short": ((2, 16, 31, 64, 65), (1, 2, 18, 9, 12)),
+    "long": ((130, 5, 48), (17, 8, 20)),
 }
 CASES = [  # selector, γ, budget, shape, sampling: five of each (selector, γ), pairwise covering
     (kv, gamma, BUDGETS[k], list(SHAPES)[(k + gamma + s) % 5], SAMPLING[(2 * k + gamma + s) % 5])
