@@ -252,7 +252,7 @@ def request_of(kit, kind, rule):
     """(prompt, params) of a case."""
     k = list(KINDS).index(kind)
     prompt = prompt_of(LENGTHS[k % 8], seed=k + 100 * (rule == "sampled"))
-    base = {"max_tokens": 24 - k % 4, "ignore_eos": True, "seed": 7**k, **RULES[rule]}
+    base = {"max_tokens": 18 - k % 4, "ignore_eos": True, "seed": 7**k, **RULES[rule]}
     out = kit.alone(prompt, SamplingParams(**base))[0].output_ids
     text = [kit.tokenizer.token_text(token) for token in out]
     return prompt, SamplingParams(**base | KINDS[kind](tuple(out), text))
