@@ -20,6 +20,7 @@ from longdraft.sampling_params import SamplingParams
 
 # Tiny tensors: more threads only wait for each other, and xdist runs several workers.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 os.environ.setdefault("LONGDRAFT_THREADS", "1")
 os.environ["LONGDRAFT_CALIBRATION"] = str(Path(__file__).with_name("no-calibration.json"))  # not the user's
 
