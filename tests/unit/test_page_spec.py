@@ -245,21 +245,21 @@ def test_a_fork_of_one_without_the_draft_reads_the_last_pages_for_one_round(tiny
 # --- bounds, and all that a draft may be combined with
 
 
-@pytest.mark.parametrize(("kv", "refresh"), [("pages", 0), ("verified", 1)])
-def test_a_long_output_stays_within_the_budget(kv, refresh):
-    """800 tokens; without a date, a choice is made when the budget is full, and not before."""
+@pytest.mark.parametrize(("kv", "refresh", "length"), [("pages", 0, 800), ("verified", 1, 2000)])
+def test_a_long_output_stays_within_the_budget(kv, refresh, length):
+    """Without a date, a choice is made when the budget is full, and not before."""
     model_config = tiny_config(num_layers=1, max_position_embeddings=4096)
     model = Transformer(model_config, RandomWeights(model_config, seed=6), dtype=torch.float32)
     engine, config = make_engine(model, num_pages=200), config_of(kv, budget=128, refresh=refresh)
     draft, at, most = engine.runner.draft(config), [], 0
     choose = draft._choose
     draft._choose = lambda row: at.append(row.seq.num_committed) or choose(row)
-    seq = engine.sequence(engine.add(PROMPT, greedy(800), config))
+    seq = engine.sequence(engine.add(PROMPT, greedy(length), config))
     while engine.has_work:
         engine.step()
         if seq.id in draft._states:
             most = max(most, draft.pages_read(seq.id, seq.num_committed).shape[2])
-    assert len(seq.output_ids) == 800
+    assert len(seq.output_ids) == length
     assert most <= 8
     gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
     if refresh == 0:
