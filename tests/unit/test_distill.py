@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_single_texts_by_hand(world, weights):
     """Blocks of each text from its own beginning on, against logits of the target's own pass."""
     ids = texts(5, 14)
     value, figures = world.objective(DistillConfig(k=3, omega=0.25, weights=weights, seed=1, chunk=4)).loss(ids)
-    losses, accepted, used = [], [], set()
+    losses, accepted, text_losses, used = [], [], [], set()
     y = world.teacher.residuals(ids.tolist(), world.draft.taps)
     log_p = torch.cat([x for _, x in world.teacher.chunks(ids.tolist(), (0,))], dim=1).log_softmax(-1)
     for row, text in enumerate(ids):
@@ -69,8 +69,10 @@ def test_the_loss_is_that_of_single_texts_by_hand(world, weights):
         share = torch.tensor((weights or (1.0, 1.0, 1.0)) * 5)[: len(each)].double()
         losses.append((each * share).sum() / share.sum())
         accepted.append(acceptance(p, q).mean())
+        text_losses.append(-torch.stack([q[i, text[first + i + 1]] for i in range(len(q))]).mean())
     assert value.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-9)
     assert figures["acceptance"] == pytest.approx(torch.stack(accepted).mean().item(), rel=1e-9)
+    assert figures["cross_entropy"] == pytest.approx(torch.stack(text_losses).mean().item(), rel=1e-9)
     assert len(used) > 1
 
 

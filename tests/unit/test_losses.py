@@ -142,6 +142,18 @@ def test_a_rest_far_below_one_is_exact():
     assert Top.of(logits, 1).log_rest.item() == pytest.approx(-60 + 1.0986, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_temperature_is_that_of_both(name):
+    """Of p known whole, and of p known but for one token, which was taken at that temperature."""
+    values = [
+        mean_loss(random(N, HIDDEN), logits, text(top, 0.7), make_loss(name), temperature=0.7) for top in (None, V - 1)
+    ]
+    assert values[0][0].item() == pytest.approx(values[1][0].item(), rel=1e-12)
+    assert values[0][1] == pytest.approx(values[1][1], rel=1e-9)
+    plain = mean_loss(random(N, HIDDEN), logits, text(), make_loss(name))[0].item()
+    assert values[0][0].item() != pytest.approx(plain, rel=1e-3)
+
+
 def test_hard_labels_need_no_target():
     value, figures = mean_loss(random(N, HIDDEN), logits, Text(LABELS, None), make_loss("hard"))
     expected = torch.nn.functional.cross_entropy(logits(random(N, HIDDEN)), LABELS).item()
