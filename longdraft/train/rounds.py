@@ -1,7 +1,8 @@
 """Real rounds of speculation on given texts: a draft proposes k tokens one after the other, and the target judges them.
 
-A round begins anywhere in a text, of which everything before is verified, and its proposals are the draft's own, not
-the text's. Rounds at many places of many texts run side by side; none of them touches another.
+So SPIRe is measured (arXiv:2504.06419). A round begins anywhere in a text, of which everything before is verified, and
+its proposals are the draft's own, not the text's. Rounds at many places of many texts run side by side; none of them
+touches another.
 
 ``forced`` is the fast way: one pass of the draft, whose tokens are the text's. It says how often a proposal would stand
 if those before it were the text's, and only estimates what a round gives: what stands is what target and draft agree
