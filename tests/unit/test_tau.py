@@ -17,7 +17,7 @@ from longdraft.kv.select.streaming_llm import StreamingLLM
 from longdraft.models.feedback import FeedbackConfig
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.train.onpolicy import Writing, write_texts
-from longdraft.train.rounds import FeedbackDrafter, ModelDrafter
+from longdraft.train.rounds import FeedbackDrafter, Filled, ModelDrafter
 from tests.spire_drafts import for_training, tensors_of
 from tests.unit.test_planner_papers import HONEST as BY_HAND
 from tests.unit.test_planner_papers import SMALL, SPIRE, multipliers
@@ -57,10 +57,10 @@ def draft(llm):
 
 @pytest.fixture(scope="module")
 def methods(llm, draft):
-    small = replace(llm.model.config, num_layers=2)
+    small, whole = replace(llm.model.config, num_layers=2), Drafting(llm.model.config)
     return [
         Method("spire", lambda filled: FeedbackDrafter(draft, filled), Drafting(small, 16, True), draft.taps, 100_000),
-        Method("whole", ModelDrafter, Drafting(llm.model.config)),
+        Method("whole", lambda filled: ModelDrafter(Filled(llm.model, filled.texts, filled.places)), whole),
         Method("window", windowed, Drafting(llm.model.config, 16)),
     ]
 
