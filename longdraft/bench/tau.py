@@ -119,13 +119,13 @@ def measure(
     """
     need = max(plan.places(context).length for context in plan.contexts)
     as_int("length of the texts", texts.shape[1], need, 2**31 - 1, "Give longer texts, or shorter contexts.")
-    taps = {tap for method in methods for tap in method.taps}
+    taps = [tap for method in methods for tap in method.taps]
     cells = list(product(plan.contexts, plan.temperatures))
     found: dict[tuple[str, int, float], list[torch.Tensor]] = {}
     for context in plan.contexts:
         for first in range(0, len(texts), plan.batch):
             part = texts[first : first + plan.batch]
-            filled = Filled(target, part, plan.places(context), sorted(taps))
+            filled = Filled(target, part, plan.places(context), taps)
             seeds = plan.seed + torch.arange(first, first + len(part))
             for method in methods:
                 drafter = method.make(filled)
@@ -143,12 +143,15 @@ def measure_forced(
     target: Transformer, texts: torch.Tensor, draft: FeedbackDraft, logits: Logits, plan: TauPlan
 ) -> list[Counts]:
     """The estimate by one pass of ``draft``; ``logits``: the target's norm and head."""
-    counts, taps = [], {*draft.taps, target.config.num_layers}
+    counts, taps = [], (*draft.taps, target.config.num_layers)
     for context in plan.contexts:
-        parts = [Filled(target, part, plan.places(context), sorted(taps)) for part in texts.split(plan.batch)]
-        for temperature in plan.temperatures:
-            rates = torch.cat([forced(draft, part, logits, temperature) for part in parts])
-            counts.append(Counts.of("forced", context, temperature, rates.cumprod(dim=-1)))
+        rates: dict[float, list[torch.Tensor]] = {temperature: [] for temperature in plan.temperatures}
+        for part in texts.split(plan.batch):
+            filled = Filled(target, part, plan.places(context), taps)
+            for temperature, found in rates.items():
+                found.append(forced(draft, filled, logits, temperature))
+        for temperature, found in rates.items():
+            counts.append(Counts.of("forced", context, temperature, torch.cat(found).cumprod(dim=-1)))
     return counts
 
 

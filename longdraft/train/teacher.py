@@ -54,7 +54,7 @@ class Teacher:
             feeds = [Feed(b, start, row[start:stop], n if logits else 0) for b, row in enumerate(rows)]
             tokens = torch.arange(len(rows) * n, device=model.device)
             form = Capture(tokens, hidden=model.hidden_form(len(known), len(tokens)), taps=tuple(known))
-            out = feed(model, store, feeds, capture=form)
-            streams = form.part(0, len(tokens), start, taps).hidden
+            out = feed(model, store, feeds, capture=form if known else None)
+            streams = form.hidden[[known.index(tap) for tap in taps]]
             # A copy: what comes out of an inference pass cannot take part in training.
             yield streams.unflatten(1, (len(rows), n)), out.view(len(rows), -1, out.shape[-1]).clone()
