@@ -124,7 +124,7 @@ def test_modelled_speed_ups_are_the_papers_and_those_counted_by_hand(setting, by
         "magicdec": Drafting(target, window),
         "spire": Drafting(spire, window, True),
     }
-    for batch, context in ((64, 512), (1, 128), (16, 8192)):
+    for batch, context in ((64, 512), (16, 8192), (4096, 32)):  # the last one is bound by computing
         want = multipliers(SMALL, batch, context, **by_hand)
         for name, drafting in drafts.items():
             cell = {"batch": batch, "context": context, "gamma": 4, "tokens": SPIRE["tokens"][name]}
