@@ -1,0 +1,216 @@
+"""Losses of a draft's next-token distributions q against the target's p; no model, no data.
+
+mixed            ω KL(p ‖ q) − (1 − ω) α, α = sum min(p, q) = 1 − TV: the chance that a token stands (SPIRe,
+                 arXiv:2504.06419). ω = 1 is distillation alone. KL is the cross-entropy with soft targets less p's
+                 entropy, which no weight of the draft changes.
+log_acceptance   −log α (LK losses, arXiv:2602.23881): where little is accepted it pushes hardest
+hard             cross-entropy with the text's own next token, for comparison
+
+p is known whole, or by its largest entries and the mass of all others, their rest. The rest then counts as one more
+token of both distributions. That merges tokens, so by it KL is at most the true one, and α at least, by no more than
+the smaller of the two rests.
+
+Logits of a batch are larger than all else, ``[tokens, V]``; here they exist for a few tokens at a time, their gradients
+too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longdraft.config import as_float, as_int
+from longdraft.errors import InvalidValueError
+from longdraft.spec.acceptance import overlap
+
+CHUNK = 128  # tokens whose logits exist at once
+Logits = Callable[[torch.Tensor], torch.Tensor]  # residual streams [n, hidden] behind the last layer → [n, V]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All of p: the target's residual streams ``[N, hidden]`` behind its last layer, and what makes logits of them."""
+
+    streams: torch.Tensor
+    logits: Logits
+
+    def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p and log q of some tokens, ``[n, C]`` each, C being what is told apart: here all tokens."""
+        with torch.no_grad():
+            return (self.logits(self.streams[rows]) / temperature).log_softmax(dim=-1), log_q
+
+
+@dataclass(frozen=True)
+class Top:
+    """The K largest of p, ``ids, log_p [N, K]``, and the logarithm of their rest ``[N]``; of one temperature."""
+
+    ids: torch.Tensor
+    log_p: torch.Tensor
+    log_rest: torch.Tensor
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, k: int, temperature: float = 1.0) -> Top:
+        """The ``k`` largest of the distributions that ``logits [N, V]`` give."""
+        as_int("top", k, 1, logits.shape[-1] - 1, "All of p needs no rest.")
+        log_p = (logits / temperature).log_softmax(dim=-1)
+        top = log_p.topk(k, dim=-1)
+        return cls(top.indices, top.values, _log_rest(log_p, top.indices), temperature)
+
+    def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Whole``: K tokens and the rest."""
+        assert temperature == self.temperature, f"p is of temperature {self.temperature}, not {temperature}"
+        ids = self.ids[rows]
+        log_p = torch.cat([self.log_p[rows], self.log_rest[rows, None]], dim=-1)
+        return log_p.to(log_q), torch.cat([log_q.gather(-1, ids), _log_rest(log_q, ids)[:, None]], dim=-1)
+
+
+Targets = Whole | Top
+
+
+def _log_rest(log_p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[N]``: the logarithm of the mass of all tokens but ``ids [N, K]``; no difference of near numbers."""
+    return log_p.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
+
+
+def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p ‖ q), ``[n, C]`` twice → ``[n]``; what p excludes counts nothing."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
+
+
+def acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """α = sum min(p, q), ``[n, C]`` twice → ``[n]``."""
+    return overlap(log_p.exp(), log_q.exp())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a loss may look at of n tokens."""
+
+    log_q: torch.Tensor  # [n, C]
+    log_p: torch.Tensor | None  # [n, C]; None: the target was not asked
+    log_q_of_text: torch.Tensor  # [n]: of the text's own next token
+
+    def figures(self) -> dict[str, torch.Tensor]:
+        """What is worth showing of each token, ``[n]`` each; ``acceptance`` and ``kl`` are bounds if p has a rest."""
+        shown = {"cross_entropy": -self.log_q_of_text}
+        if self.log_p is not None:
+            shown |= {"acceptance": acceptance(self.log_p, self.log_q), "kl": forward_kl(self.log_p, self.log_q)}
+        return {name: x.detach() for name, x in shown.items()}
+
+
+@dataclass(frozen=True)
+class MixedLoss:
+    """ω KL(p ‖ q) − (1 − ω) α (arXiv:2504.06419, where ω is 0.5)."""
+
+    omega: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "omega", as_float("omega", self.omega, 0.0, 1.0))
+
+    def __call__(self, compared: Compared) -> torch.Tensor:
+        """``[n]``. A part that does not count is not computed."""
+        log_p, log_q = compared.log_p, compared.log_q
+        total = self.omega * forward_kl(log_p, log_q) if self.omega > 0 else 0.0
+        return total - (1 - self.omega) * acceptance(log_p, log_q) if self.omega < 1 else total
+
+
+def log_acceptance(compared: Compared) -> torch.Tensor:
+    """−log α, ``[n]`` (arXiv:2602.23881). min(p, q) stays a logarithm: α may be tiny."""
+    return -torch.minimum(compared.log_p, compared.log_q).logsumexp(dim=-1)
+
+
+def hard_labels(compared: Compared) -> torch.Tensor:
+    """−log q of the text's next token, ``[n]``."""
+    return -compared.log_q_of_text
+
+
+Loss = Callable[[Compared], torch.Tensor]
+LOSSES = ("mixed", "log_acceptance", "hard")
+
+
+def make_loss(kind: str, omega: float = 0.5) -> Loss:
+    """By name; ``omega`` is the mixed one's. Raises ``InvalidValueError``."""
+    if kind not in LOSSES:
+        raise InvalidValueError("loss", kind, f"must be one of {', '.join(LOSSES)}")
+    return {"mixed": MixedLoss(omega), "log_acceptance": log_acceptance, "hard": hard_labels}[kind]
+
+
+@dataclass(frozen=True)
+class Text:
+    """N tokens that a draft went over: what follows each, what the target says of that, and how much each counts."""
+
+    labels: torch.Tensor  # [N] int64
+    targets: Targets | None
+    weights: torch.Tensor | None = None  # [N]; None: all alike
+
+
+def mean_loss(
+    x: torch.Tensor,  # [N, hidden] the draft's residual streams behind its last layer
+    logits: Logits,
+    text: Text,
+    loss: Loss,
+    *,
+    temperature: float = 1.0,
+    learned: Sequence[torch.Tensor] = (),  # of what ``logits`` uses: leaves that want gradients, too
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weighted mean of ``loss`` over N tokens, and the plain means of ``Compared.figures``.
+
+    p and q are those at ``temperature``. Logits are made ``chunk`` tokens at a time, and their gradients at once.
+    """
+    weights = x.new_ones(len(x)) if text.weights is None else text.weights.to(x)
+    weights = weights / weights.sum()
+    figures: dict[str, float] = defaultdict(float)
+
+    def part(piece: torch.Tensor, rows: slice) -> torch.Tensor:
+        log_q = (logits(piece) / temperature).log_softmax(dim=-1)
+        of_text = log_q.gather(-1, text.labels[rows, None])[:, 0]
+        pair = text.targets.pair(rows, log_q, temperature) if text.targets else (None, log_q)
+        compared = Compared(pair[1], pair[0], of_text)
+        for name, each in compared.figures().items():
+            figures[name] += float(each.sum()) / len(x)
+        return (weights[rows] * loss(compared)).sum()
+
+    return _InChunks.apply(part, chunk, x, *learned), figures
+
+
+class _InChunks(torch.autograd.Function):
+    """The sum of a function's values over chunks of ``x``; each chunk's graph is gone before the next one is made.
+
+    So gradients are computed on the way forward, and only scaled on the way back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Callable[[torch.Tensor, slice], torch.Tensor],
+        chunk: int,
+        x: torch.Tensor,
+        *learned: torch.Tensor,
+    ) -> torch.Tensor:
+        """``part(x[rows], rows)`` is a scalar; it also depends on ``learned``."""
+        wanted = any(ctx.needs_input_grad)
+        total, of_x, of_learned = x.new_zeros(()), torch.zeros_like(x), [torch.zeros_like(w) for w in learned]
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            with torch.set_grad_enabled(wanted):
+                piece = x[rows].detach().requires_grad_(wanted)
+                value = part(piece, rows)
+            if wanted:
+                of_x[rows], *more = torch.autograd.grad(value, (piece, *learned))
+                for sum_, new in zip(of_learned, more, strict=True):
+                    sum_ += new
+            total += value.detach()
+        ctx.save_for_backward(of_x, *of_learned)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """What was computed, times what comes from above."""
+        return None, None, *(upstream * x for x in ctx.saved_tensors)
