@@ -92,6 +92,10 @@ class Ends:
         embedding, norm = (source.load(f"model.{name}.weight").to(dtype) for name in ("embed_tokens", "norm"))
         return cls(embedding, norm, embedding if target.tie_embeddings else source.load("lm_head.weight").to(dtype))
 
+    def logits(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """``[..., V]`` of residual streams ``[..., hidden]`` behind the last layer; ``eps`` is the norm's."""
+        return functional.linear(functional.rms_norm(x, x.shape[-1:], self.norm, eps), self.head)
+
 
 class FeedbackDraft(nn.Module):
     """The draft with its weights as parameters, under the names of its file; what it shares is not among them."""
@@ -117,9 +121,11 @@ class FeedbackDraft(nn.Module):
 
         From position ``first`` on the text is cut into blocks of ``k`` tokens, the last one maybe shorter. Each block
         knows the target's ``residuals`` of the tokens before it, which are no function of the draft's weights, and
-        its own tokens as its steps come to them. ``None`` for a draft whose context is its own (``first`` is 0 then).
+        its own tokens as its steps come to them. ``None`` for a draft whose context is its own (``first`` is 0 then):
+        it goes by the streams of ``ids`` itself.
         """
-        own_context = self.config.context == "own"
+        own_context = residuals is None
+        assert not own_context or self.config.context == "own", "this draft reads residual streams of its target"
         assert not (own_context and first), "a draft that reads its own residual streams begins with the text"
         cut = _Cut(ids.shape[1], k, first, self.config, ids.device)
         x = functional.embedding(ids[:, cut.tokens], self.embedding)  # [B, J, k, hidden]
@@ -142,9 +148,27 @@ class FeedbackDraft(nn.Module):
             out.append(streams[-1])
         return torch.cat(out, dim=2).flatten(1, 2)[:, : ids.shape[1] - first]
 
+    @torch.no_grad()
+    def inputs(self, ids: torch.Tensor, k: int) -> Residuals:
+        """What enters each layer: the ``residuals`` of a text, for a draft whose context is its own."""
+        seen: list[torch.Tensor] = []
+        layers = self.model["layers"]
+        hooks = [layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers]
+        try:
+            self(ids, None, k)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([x.flatten(1, 2)[:, : ids.shape[1]] for x in seen])
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., V]`` of residual streams behind the last layer, by the target's own norm and head."""
-        return functional.linear(functional.rms_norm(x, x.shape[-1:], self.norm, self.target.norm_eps), self.head)
+        return self.ends.logits(x, self.target.norm_eps)
+
+    @property
+    def ends(self) -> Ends:
+        """What it shares with its target, where that is now."""
+        return Ends(self.embedding, self.norm, self.head)
 
     def _project(self, i: int, stream: torch.Tensor, cut: _Cut) -> KV:
         """Keys and values of layer ``i`` for what each block reads of ``stream [B, L, hidden]``."""

@@ -17,7 +17,7 @@ too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +33,24 @@ Logits = Callable[[torch.Tensor], torch.Tensor]  # residual streams [n, hidden] 
 
 @dataclass(frozen=True)
 class Whole:
-    """All of p: the target's residual streams ``[N, hidden]`` behind its last layer, and what makes logits of them."""
+    """All of p: the target's residual streams ``[..., hidden]`` behind its last layer, and what makes logits of it."""
 
     streams: torch.Tensor
     logits: Logits
 
+    def part(self, rows: Sequence[int], first: int, stop: int) -> Whole:
+        """Of texts ``[B, L, ...]`` some, and of these the tokens ``[first, stop)``, all in one row: ``[N, ...]``."""
+        return Whole(self.streams[rows, first:stop].flatten(0, 1), self.logits)
+
     def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """log p and log q of some tokens, ``[n, C]`` each, C being what is told apart: here all tokens."""
+        """log p and log q of some of N tokens, ``[n, C]`` each, C being what is told apart: here all tokens."""
         with torch.no_grad():
             return (self.logits(self.streams[rows]) / temperature).log_softmax(dim=-1), log_q
 
 
 @dataclass(frozen=True)
 class Top:
-    """The K largest of p, ``ids, log_p [N, K]``, and the logarithm of their rest ``[N]``; of one temperature."""
+    """The K largest of p, ``ids, log_p [..., K]``, and the logarithm of their rest ``[...]``; of one temperature."""
 
     ids: torch.Tensor
     log_p: torch.Tensor
@@ -55,15 +59,22 @@ class Top:
 
     @classmethod
     def of(cls, logits: torch.Tensor, k: int, temperature: float = 1.0) -> Top:
-        """The ``k`` largest of the distributions that ``logits [N, V]`` give."""
+        """The ``k`` largest of the distributions that ``logits [..., V]`` give."""
         as_int("top", k, 1, logits.shape[-1] - 1, "All of p needs no rest.")
         log_p = (logits / temperature).log_softmax(dim=-1)
         top = log_p.topk(k, dim=-1)
         return cls(top.indices, top.values, _log_rest(log_p, top.indices), temperature)
 
+    def part(self, rows: Sequence[int], first: int, stop: int) -> Top:
+        """See ``Whole``."""
+        parts = (x[rows, first:stop].flatten(0, 1) for x in (self.ids, self.log_p, self.log_rest))
+        return Top(*parts, self.temperature)
+
     def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Whole``: K tokens and the rest."""
-        assert temperature == self.temperature, f"p is of temperature {self.temperature}, not {temperature}"
+        if temperature != self.temperature:
+            limit = f"must be {self.temperature}, at which the target's largest entries were taken"
+            raise InvalidValueError("temperature", temperature, limit)
         ids = self.ids[rows]
         log_p = torch.cat([self.log_p[rows], self.log_rest[rows, None]], dim=-1)
         return log_p.to(log_q), torch.cat([log_q.gather(-1, ids), _log_rest(log_q, ids)[:, None]], dim=-1)
@@ -73,7 +84,7 @@ Targets = Whole | Top
 
 
 def _log_rest(log_p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``[N]``: the logarithm of the mass of all tokens but ``ids [N, K]``; no difference of near numbers."""
+    """``[...]``: the logarithm of the mass of all tokens but ``ids [..., K]``; no difference of near numbers."""
     return log_p.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
 
 
@@ -177,7 +188,13 @@ def mean_loss(
             figures[name] += float(each.sum()) / len(x)
         return (weights[rows] * loss(compared)).sum()
 
+    if not torch.is_grad_enabled():
+        return sum(part(x[rows], rows) for rows in _chunks(len(x), chunk)), figures
     return _InChunks.apply(part, chunk, x, *learned), figures
+
+
+def _chunks(length: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, length, chunk))
 
 
 class _InChunks(torch.autograd.Function):
@@ -188,29 +205,26 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401 - torch's
         part: Callable[[torch.Tensor, slice], torch.Tensor],
         chunk: int,
         x: torch.Tensor,
         *learned: torch.Tensor,
     ) -> torch.Tensor:
         """``part(x[rows], rows)`` is a scalar; it also depends on ``learned``."""
-        wanted = any(ctx.needs_input_grad)
-        total, of_x, of_learned = x.new_zeros(()), torch.zeros_like(x), [torch.zeros_like(w) for w in learned]
-        for start in range(0, len(x), chunk):
-            rows = slice(start, start + chunk)
-            with torch.set_grad_enabled(wanted):
-                piece = x[rows].detach().requires_grad_(wanted)
+        total, of_x, of_learned = x.new_zeros(()), torch.empty_like(x), [torch.zeros_like(w) for w in learned]
+        for rows in _chunks(len(x), chunk):
+            with torch.enable_grad():
+                piece = x[rows].detach().requires_grad_()
                 value = part(piece, rows)
-            if wanted:
-                of_x[rows], *more = torch.autograd.grad(value, (piece, *learned))
-                for sum_, new in zip(of_learned, more, strict=True):
-                    sum_ += new
+            of_x[rows], *more = torch.autograd.grad(value, (piece, *learned))
+            for known, new in zip(of_learned, more, strict=True):
+                known += new
             total += value.detach()
         ctx.save_for_backward(of_x, *of_learned)
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """What was computed, times what comes from above."""
         return None, None, *(upstream * x for x in ctx.saved_tensors)

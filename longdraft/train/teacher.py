@@ -20,20 +20,32 @@ class Teacher:
     def __init__(self, model: Transformer, chunk: int = CHUNK) -> None:
         self.model, self.chunk = model, chunk
 
-    def residuals(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> torch.Tensor:
+    def residuals(
+        self, rows: Sequence[Sequence[int]], taps: Sequence[int], store: PagedStore | None = None
+    ) -> torch.Tensor:
         """``[T, B, L, hidden]``: the residual streams of ``rows`` (B of length L) behind each of ``taps`` layers."""
-        return torch.cat([y for y, _ in self.chunks(rows, taps, logits=False)], dim=2)
+        return torch.cat([y for y, _ in self.chunks(rows, taps, False, store)], dim=2)
+
+    def store(self, tokens: Sequence[int]) -> PagedStore:
+        """A cache with room for rows of so many tokens."""
+        model = self.model
+        pages = sum(-(-n // model.layout.page_size) for n in tokens)
+        return PagedStore(model.config.num_layers, pages, model.layout, model.kv_dtype, model.device)
 
     def chunks(
-        self, rows: Sequence[Sequence[int]], taps: Sequence[int], logits: bool = True
+        self,
+        rows: Sequence[Sequence[int]],
+        taps: Sequence[int],
+        logits: bool = True,
+        store: PagedStore | None = None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of one chunk after the other the streams ``[T, B, C, hidden]`` and, if wanted, ``logits [B, C, V]``.
 
-        In between them only K and V are kept: logits of a long text may not fit in memory.
+        In between them only K and V are kept: logits of a long text may not fit in memory. They stay in ``store``, if
+        there is one, as its rows 0, 1, ….
         """
         model, length, known = self.model, len(rows[0]), sorted(set(taps))
-        pages = len(rows) * -(-length // model.layout.page_size)
-        store = PagedStore(model.config.num_layers, pages, model.layout, model.kv_dtype, model.device)
+        store = store or self.store([length] * len(rows))
         for start in range(0, length, self.chunk):
             stop = min(start + self.chunk, length)
             n = stop - start
