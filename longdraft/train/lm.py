@@ -61,7 +61,8 @@ class LanguageModel:
 
     def loss(self, ids: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, float]]:
         """See ``Objective``: nats per token that is predicted, and how often the likeliest token was the next one."""
-        logits, wanted = self.logits(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        logits, wanted = self.logits(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         right = (logits.detach().argmax(dim=-1) == wanted).float().mean()
         return functional.cross_entropy(logits, wanted), {"accuracy": float(right)}
 

@@ -18,11 +18,10 @@ import torch
 
 from longdraft.config import MAX_SEED
 from longdraft.errors import TrainingError
-from longdraft.train.data import Batches
 from longdraft.train.files import save_folder
-from longdraft.train.objective import Objective
+from longdraft.train.objective import Batches, Objective
 from longdraft.train.optim import OptimConfig, Optimizer
-from longdraft.train.settings import Section, choice, whole
+from longdraft.train.settings import Section, as_shares, choice, whole
 from longdraft.train.state import STATE, Log, Progress, load_state, save_state
 
 MODEL = "model"  # the folder of what was trained
@@ -32,20 +31,29 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """How long, and what is written when. Every count is in steps, tokens are those of held-out texts per length.
+    """How long, on what sequences, and what is done when.
 
-    ``micro_tokens``: most tokens that go through at once; a step's gradient is the same whatever it is. ``patience``:
-    steps in a row whose loss or gradients are no numbers before the run stops.
+    ``lengths``: of the sequences, in tokens, each with its share of all tokens; every step takes ``batch_tokens`` of
+    one length. ``micro_tokens``: most that go through at once; a step's gradient is the same whatever it is.
+    ``save_every`` and ``eval_every`` are in steps; ``eval_tokens`` are held-out tokens per length. ``patience``: steps
+    in a row whose loss or gradients are no numbers before the run stops.
     """
 
     steps: int = whole(1000, 1, 10**8)
     seed: int = whole(0, 0, MAX_SEED)
+    lengths: Mapping[int, float] = field(default_factory=lambda: {512: 1.0}, metadata={"check": as_shares})
+    batch_tokens: int = whole(8192, 2, 2**24)
     micro_tokens: int = whole(2048, 2, 2**24)
     save_every: int = whole(100, 1, 10**8)
     eval_every: int = whole(100, 1, 10**8)
     eval_tokens: int = whole(16384, 1, 2**30)
     autocast: str = choice("off", AUTOCAST)
     patience: int = whole(10, 1, 10**6)
+
+    @property
+    def decisive(self) -> RunConfig:
+        """What decides on the weights that come out, all else as usual: a run goes on if that is the same."""
+        return RunConfig(self.steps, self.seed, self.lengths, self.batch_tokens, autocast=self.autocast)
 
 
 @dataclass(frozen=True)

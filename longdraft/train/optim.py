@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.models.feedback import MEMORY
-from longdraft.train.settings import Section, number, whole
+from longdraft.train.settings import Section, number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class OptimConfig(Section):
     eps: float = number(1e-8, 1e-20, 1)
     weight_decay: float = number(0.1, 0, 10)
     clip: float = number(1.0, 0, 1e9)
-    batch_tokens: int = whole(8192, 2, 2**24)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, … of ``steps``."""

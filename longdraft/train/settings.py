@@ -35,6 +35,24 @@ def choice(default: str, known: Iterable[str]) -> Any:  # noqa: ANN401
     return field(default=default, metadata={"check": check})
 
 
+def as_words(what: str, value: object) -> tuple[str, ...]:
+    """A list of words."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) for word in value):
+        raise InvalidValueError(what, value, "must be a list of words")
+    return tuple(value)
+
+
+def as_shares(what: str, value: object) -> dict[int, float]:
+    """Lengths in tokens, each with its share of all: positive numbers that add up to 1. TOML's keys are words."""
+    limit = "must have lengths of at least 2 tokens and shares that add up to 1, as in { 512 = 0.75, 2048 = 0.25 }"
+    if not isinstance(value, Mapping) or not all(str(length).isdecimal() for length in value):
+        raise InvalidValueError(what, value, limit)
+    lengths = {as_int(what, int(length), 2, 2**24): as_float(what, share, 0, 1) for length, share in value.items()}
+    if abs(sum(lengths.values()) - 1) > 1e-6 or 0 in lengths.values():
+        raise InvalidValueError(what, value, limit)
+    return lengths
+
+
 @dataclass(frozen=True)
 class Section:
     """A record whose fields check themselves."""

@@ -20,6 +20,7 @@ from longdraft.train.optim import Optimizer
 
 STATE, LOG = "state.safetensors", "log.jsonl"
 WEIGHTS, MOMENTS = "weights.", "moments."
+RUN = "run"  # the header's only entry: of several the order would be left to chance, and so would the file's bytes
 
 
 @dataclass
@@ -39,8 +40,8 @@ def save_state(folder: Path, progress: Progress, optimizer: Optimizer, identity:
             raise TrainingError(f"{name} holds values that are no numbers at step {progress.step}. Lower optim.lr.")
     weights = {WEIGHTS + name: x for name, x in optimizer.parameters.items()}
     moments = {MOMENTS + name: x for name, x in optimizer.tensors().items()}
-    header = {"progress": json.dumps(asdict(progress)), "identity": identity}
-    save_tensors(folder / STATE, weights | moments, header)
+    header = json.dumps({"identity": identity, **asdict(progress)})
+    save_tensors(folder / STATE, weights | moments, {RUN: header})
 
 
 def load_state(folder: Path, optimizer: Optimizer, identity: str) -> Progress | None:
@@ -54,11 +55,11 @@ def load_state(folder: Path, optimizer: Optimizer, identity: str) -> Progress | 
     again = "Give another --out, or start anew without --resume."
     try:
         with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            if header.get("identity") != identity:
+            header = json.loads(file.metadata()[RUN])
+            if header.pop("identity") != identity:
                 raise TrainingError(f"{path} is of a run with another recipe or other texts. {again}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            progress = Progress(**json.loads(header["progress"]))
+            progress = Progress(**header)
         with torch.no_grad():
             for name, p in optimizer.parameters.items():
                 p.copy_(tensors[WEIGHTS + name])

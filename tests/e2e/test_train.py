@@ -73,7 +73,7 @@ def test_a_target_and_its_draft_are_trained_resumed_and_used(recipe, tmp_path):
     for name in (None, draft["model"]):
         llm = LLM(target["model"], draft=name, dtype="float32", kv_cache_memory_bytes=2**20)
         texts.append(llm.generate("2 bottles", params, use_tqdm=False)[0])
-    assert texts[0].token_ids == texts[1].token_ids and texts[1].stats.verify_passes > 0
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids and texts[1].stats.verify_passes > 0
     kept = (tmp_path / "draft" / "state.safetensors").read_bytes()
     again = longdraft("train", "-c", str(recipe), "--out", str(tmp_path), "--no-plot", "--resume")
     assert json.loads(again.stdout.splitlines()[-1])["stages"]["draft"]["held_out"] == draft["held_out"]
@@ -93,7 +93,7 @@ def test_a_plain_small_model_is_trained_with_the_targets_vocabulary(recipe, tmp_
     assert report["draft"]["plot"].endswith("training.png")
     assert (tmp_path / "out" / "draft" / "training.png").read_bytes().startswith(b"\x89PNG")
     llm = LLM(report["target"]["model"], draft=report["draft"]["model"], kv_cache_memory_bytes=2**20)
-    assert len(llm.generate("2", SamplingParams(max_tokens=3), use_tqdm=False)[0].token_ids) > 0
+    assert len(llm.generate("2", SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids) > 0
     assert not torch.are_deterministic_algorithms_enabled()
 
 

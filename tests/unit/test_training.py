@@ -286,7 +286,7 @@ def test_a_model_learns_and_is_opened_as_any_other(changes, tmp_path):
         out = LLM(tmp_path / MODEL, max_model_len=64).generate(
             {"prompt_token_ids": [4, 5, 6]}, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
         )
-        assert list(out[0].token_ids) == [0, 1, 2, 3]
+        assert list(out[0].outputs[0].token_ids) == [0, 1, 2, 3]
 
 
 def test_a_model_is_made_of_its_own_tensors():
