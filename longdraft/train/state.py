@@ -7,6 +7,7 @@ that no half of it can be older than the other.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,7 +88,9 @@ class Log:
     def __init__(self, folder: Path, step: int) -> None:
         kept = [record for record in read_log(folder) if record["step"] <= step] if step else []
         self._path = folder / LOG
-        self._path.write_text("".join(_line(record) for record in kept), "utf-8")
+        part = folder / f"{LOG}.part"
+        part.write_text("".join(map(_line, kept)), "utf-8")
+        os.replace(part, self._path)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Append one; it is in the file when this returns."""

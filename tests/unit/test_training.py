@@ -108,7 +108,7 @@ from tests.unit.test_training import Trainer, job
 replace, saved = os.replace, []
 def killed(*names):
     saved.append(names)
-    if len(saved) == 2:  # step 4 is in the file beside, whole, and not yet in its place
+    if len(saved) == 3:  # the log's beginning, step 2; step 4 is written, and not yet in its place
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*names)
 os.replace = killed
@@ -200,6 +200,15 @@ def test_parts_of_a_batch_add_up_to_it():
         found.append([torch.tensor([loss, figures["accuracy"]]), *(p.grad for p in objective.parameters.values())])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-11, atol=1e-13)
+
+
+def test_half_precision_is_near_and_keeps_weights_whole(tmp_path):
+    found = []
+    for autocast in ("off", "bfloat16"):
+        objective = language_model()
+        found.append(Trainer(job(objective, autocast=autocast), tmp_path)._gradients(Counting().step(0))[0])
+        assert all(p.grad.dtype == p.dtype == torch.float32 for p in objective.parameters.values())
+    assert found[0] != found[1] == pytest.approx(found[0], rel=0.01)
 
 
 class Poisoned(LanguageModel):
