@@ -69,7 +69,8 @@ class DraftRecipe(Section):
     """What is trained for a target: a ``spire`` draft of some of its layers, or a plain small ``model``.
 
     ``layers``: numbers, or ``last:n``, ``spaced:n``, ``influential:n``. ``window``, ``sinks``, ``memory``, ``context``:
-    see ``FeedbackConfig``. ``init``: the target's layers, or random ones. ``model``: sizes of a plain model.
+    see ``FeedbackConfig``. ``init``: the target's layers, or random ones. ``model``: sizes of a plain model, which
+    ``learns`` the texts themselves, or what the target says of them, reading no more than ``sinks`` and ``window``.
     """
 
     kind: str = choice("spire", ("spire", "model"))
@@ -80,6 +81,7 @@ class DraftRecipe(Section):
     context: str = FeedbackConfig.context
     init: str = choice("pruned", ("pruned", "random"))
     model: Mapping[str, object] | None = None
+    learns: str = choice("text", ("text", "target"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

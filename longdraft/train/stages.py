@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from longdraft.prompts import require
 from longdraft.train import prune_init
 from longdraft.train.corpora import Document, documents
 from longdraft.train.data import Batches, Streams, held_out, tokenize
-from longdraft.train.distill import Distillation, Live, Student
+from longdraft.train.distill import Distillation, Live, Student, narrowed
 from longdraft.train.lm import LanguageModel, random_tensors
 from longdraft.train.loop import MODEL, Hooks, Job, RunConfig, Trainer, digest
 from longdraft.train.objective import Objective
@@ -104,17 +105,27 @@ class Workshop:
 
     def _small_model(self, target: Checkpoint, streams: Streams) -> Objective:
         """A plain model with the target's vocabulary."""
-        raw = {"vocab_size": target.config.vocab_size, **self.recipe.draft.model}
+        draft = self.recipe.draft
+        raw = {"vocab_size": target.config.vocab_size, **draft.model}
         config = parse_hf_config(raw, source="draft.model")
         if config.vocab_size != target.config.vocab_size:
             limit = f"must be the target's {target.config.vocab_size}"
             raise InvalidValueError("draft.model.vocab_size", config.vocab_size, limit, "Leave it out.")
-        return LanguageModel(raw, random_tensors(config, self.recipe.run.seed), target.tokenizer)
+        model = LanguageModel(raw, random_tensors(config, self.recipe.run.seed), target.tokenizer)
+        if draft.learns == "text":
+            return model
+        ends = Ends.of(target.config, target.weights)
+        said = Live(self._teacher(target), (), partial(ends.logits, eps=target.config.norm_eps))
+        student = Student(narrowed(model.model, draft.window, draft.sinks), model.parameters, model.export)
+        return Distillation(student, said, self.recipe.loss)
+
+    def _teacher(self, target: Checkpoint) -> Teacher:
+        auto = auto_dtype(target.config, torch.device("cpu"), resolve_block_size(16))
+        dtype = resolve_dtype("target.dtype", self.recipe.target.dtype, auto)
+        return Teacher(Transformer(target.config, target.weights, dtype=dtype))
 
     def _spire(self, target: Checkpoint, streams: Streams) -> Objective:
-        recipe, device, block = self.recipe, torch.device("cpu"), resolve_block_size(16)
-        dtype = resolve_dtype("target.dtype", recipe.target.dtype, auto_dtype(target.config, device, block))
-        teacher = Teacher(Transformer(target.config, target.weights, dtype=dtype))
+        recipe, teacher = self.recipe, self._teacher(target)
         config = recipe.draft.feedback(self._layers(teacher.model, streams))
         random = recipe.run.seed if recipe.draft.init == "random" else None
         tensors = prune_init.initial_tensors(config, target.config, target.weights, random_seed=random)

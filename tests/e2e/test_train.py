@@ -83,13 +83,16 @@ def test_a_target_and_its_draft_are_trained_resumed_and_used(recipe, tmp_path):
         assert refused.returncode == 1 and words in refused.stderr
 
 
-def test_a_plain_small_model_is_trained_with_the_targets_vocabulary(recipe, tmp_path):
-    start = RECIPE[: RECIPE.index("[draft]")] + '[draft]\nkind = "model"\n' + PLAIN + RECIPE[RECIPE.index("[run]") :]
+@pytest.mark.parametrize("learns", ["text", "target"])
+def test_a_plain_small_model_is_trained_with_the_targets_vocabulary(recipe, tmp_path, learns):
+    draft = f'[draft]\nkind = "model"\nlearns = "{learns}"\nwindow = 4\n{PLAIN}'
+    start = RECIPE[: RECIPE.index("[draft]")] + draft + RECIPE[RECIPE.index("[run]") :]
     recipe.with_name("plain.toml").write_text(start)
     args = ("--steps", "1", "--seed", "4", "--json", str(tmp_path / "x.json"))
     done = longdraft("train", "-c", str(recipe.with_name("plain.toml")), "--out", str(tmp_path / "out"), *args)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "x.json").read_text())["stages"]
+    assert ("acceptance" in report["draft"]["held_out"]) == (learns == "target")
     assert report["draft"]["plot"].endswith("training.png")
     assert (tmp_path / "out" / "draft" / "training.png").read_bytes().startswith(b"\x89PNG")
     llm = LLM(report["target"]["model"], draft=report["draft"]["model"], kv_cache_memory_bytes=2**20)
