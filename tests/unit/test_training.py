@@ -212,7 +212,7 @@ def test_half_precision_is_near_and_keeps_weights_whole(tmp_path):
 
 
 class Poisoned(LanguageModel):
-    """Some losses are NaN; or the loss is fine and its gradient is not."""
+    """Some losses are infinite, with gradients that are not; or the other way round."""
 
     bad: tuple = ()
     calls = 0
@@ -223,7 +223,7 @@ class Poisoned(LanguageModel):
             self.calls += 1
             if self.calls in self.bad:
                 x = next(iter(self.parameters.values()))
-                loss = loss * math.nan if self.calls % 2 else loss + (x[0, 0] - x[0, 0].detach()).abs().sqrt()
+                loss = loss + math.inf if self.calls % 2 else loss + (x[0, 0] - x[0, 0].detach()).abs().sqrt()
         return loss, figures
 
 
