@@ -95,6 +95,7 @@ class Ends:
 
     def logits(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         """``[..., V]`` of residual streams ``[..., hidden]`` behind the last layer; ``eps`` is the norm's."""
+        x = x.to(self.norm.dtype)
         return functional.linear(functional.rms_norm(x, x.shape[-1:], self.norm, eps), self.head)
 
 

@@ -54,7 +54,8 @@ class Live:
     def of(self, ids: torch.Tensor) -> Said:
         """See ``Source``."""
         last = self.teacher.model.config.num_layers
-        streams = self.teacher.residuals(ids.tolist(), (*self.taps, last)).to(ids.device)
+        with torch.autocast(ids.device.type, enabled=False):  # the target's type is its own
+            streams = self.teacher.residuals(ids.tolist(), (*self.taps, last)).to(ids.device)
         return Said(streams[:-1], Whole(streams[-1], self.logits))
 
 

@@ -44,7 +44,7 @@ class Whole:
 
     def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """log p and log q of some of N tokens, ``[n, C]`` each, C being what is told apart: here all tokens."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(log_q.device.type, enabled=False):  # a target is not rounded
             return (self.logits(self.streams[rows]) / temperature).log_softmax(dim=-1), log_q
 
 
@@ -107,12 +107,13 @@ class Compared:
     log_p: torch.Tensor | None  # [n, C]; None: the target was not asked
     log_q_of_text: torch.Tensor  # [n]: of the text's own next token
 
+    @torch.no_grad()
     def figures(self) -> dict[str, torch.Tensor]:
         """What is worth showing of each token, ``[n]`` each; ``acceptance`` and ``kl`` are bounds if p has a rest."""
         shown = {"cross_entropy": -self.log_q_of_text}
         if self.log_p is not None:
             shown |= {"acceptance": acceptance(self.log_p, self.log_q), "kl": forward_kl(self.log_p, self.log_q)}
-        return {name: x.detach() for name, x in shown.items()}
+        return shown
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ def test_each_loss_by_its_definition():
         MixedLoss(1.5)
 
 
-@pytest.mark.parametrize("top", [None, 4], ids=["whole", "top"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "top"), [("mixed", None), ("mixed", 4), ("log_acceptance", 4), ("hard", None)])
 def test_gradients_are_those_of_finite_differences(name, top):
     """Through chunks that do not divide the text, weights of positions, a temperature; the head's weights, too."""
     x, head = random(N, HIDDEN, seed=2).requires_grad_(), random(V, HIDDEN, seed=3).requires_grad_()
@@ -140,6 +139,18 @@ def test_what_is_merged_bounds_what_is_not():
 def test_a_rest_far_below_one_is_exact():
     logits = torch.tensor([[60.0, 0.0, 0.0, 0.0]], dtype=F64)
     assert Top.of(logits, 1).log_rest.item() == pytest.approx(-60 + 1.0986, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_temperature_is_that_of_both(name):
+    """Of p known whole, and of p known but for one token, which was taken at that temperature."""
+    values = [
+        mean_loss(random(N, HIDDEN), logits, text(top, 0.7), make_loss(name), temperature=0.7) for top in (None, V - 1)
+    ]
+    assert values[0][0].item() == pytest.approx(values[1][0].item(), rel=1e-12)
+    assert values[0][1] == pytest.approx(values[1][1], rel=1e-9)
+    plain = mean_loss(random(N, HIDDEN), logits, text(), make_loss(name))[0].item()
+    assert values[0][0].item() != pytest.approx(plain, rel=1e-3)
 
 
 def test_hard_labels_need_no_target():
