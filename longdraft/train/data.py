@@ -128,12 +128,12 @@ class Batches:
 
 
 def held_out(stream: torch.Tensor, lengths: Sequence[int], tokens: int) -> Iterator[torch.Tensor]:
-    """``[1, L]`` at a time: about ``tokens`` per length, at even distances, always the same ones."""
+    """For each length ``[B, L]``, about ``tokens`` in all: pieces at even distances, always the same ones."""
     for length in lengths:
         check_length(stream, length, "held_out")
         count = max(1, min(tokens // length, len(stream) // length))
-        for start in np.linspace(0, len(stream) - length, count).astype(int):
-            yield stream[None, start : start + length].long()
+        starts = np.linspace(0, len(stream) - length, count).astype(int)
+        yield torch.stack([stream[start : start + length] for start in starts]).long()
 
 
 def check_length(stream: torch.Tensor, length: int, what: str = "lengths") -> None:

@@ -161,10 +161,10 @@ class Trainer:
         """Loss and figures on held-out texts, means over tokens."""
         total: dict[str, float] = {}
         tokens = sum(ids.numel() for ids in self.job.held_out)
-        for ids in self.job.held_out:
-            loss, figures = self._loss(ids)
+        for part in (part for ids in self.job.held_out for part, _ in self._parts(ids)):
+            loss, figures = self._loss(part)
             for name, value in {"loss": float(loss), **figures}.items():
-                total[name] = total.get(name, 0.0) + value * ids.numel() / tokens
+                total[name] = total.get(name, 0.0) + value * part.numel() / tokens
         return {name: _finite(value) for name, value in total.items()}
 
     def _note(self, log: Log, record: Mapping[str, object]) -> None:

@@ -140,7 +140,7 @@ class Workshop:
         how, count = said.split(":")
         if how == "influential":
             length = min(self.recipe.run.lengths)
-            rows = [ids[0].tolist() for ids in held_out(streams.held_out, [length], PROBES * length)]
+            rows = next(held_out(streams.held_out, [length], PROBES * length)).tolist()
             return prune_init.influential_layers(int(count), prune_init.block_influence(model, rows))
         return getattr(prune_init, f"{how}_layers")(int(count), total)
 
