@@ -180,6 +180,7 @@ class FeedbackDraft(nn.Module):
     def _remember(self, streams: list[torch.Tensor], at: KV, own: list[KV]) -> list[KV]:
         """The step is over: the newest token's keys and values are those of its memory from now on."""
         memories = torch.einsum("il,l...->i...", self.memory.softmax(dim=-1), torch.stack(streams))
+        memories = memories.to(streams[-1].dtype)  # autocast multiplies in a type of its own
         kept = []
         for i, (k, v) in enumerate(own):
             layer = self.model["layers"][i]
