@@ -107,5 +107,9 @@ class BusyMachineError(LongDraftError):
         super().__init__(f"Others use {share:.0%} of the processors' time, but timing allows {limit:.0%}. {fix}")
 
 
+class TrainingError(LongDraftError):
+    """Training cannot go on: the loss is no number, or what was saved is not of this run. The message gives the fix."""
+
+
 class KernelError(LongDraftError):
     """No kernel serves a call; the message prints the call and every implementation's reason."""

@@ -33,7 +33,7 @@ class Progress:
         ]
         self._bars = Bars(*columns, console=self._console, disable=not self._live)
         self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, float] = {}
+        self._started: dict[str, tuple[float, int]] = {}  # when each name's first update was, and how far it was then
         self._printed: dict[str, float] = {}  # when each name last had a plain line
 
     def __enter__(self) -> Progress:
@@ -48,8 +48,9 @@ class Progress:
     def update(self, name: str, done: int, total: int, unit: str, seconds: float | None = None) -> None:
         """Set a bar. ``seconds`` is the time spent on it, where that is not the time since its first update."""
         now = time.monotonic()
-        spent = now - self._started.setdefault(name, now) if seconds is None else seconds
-        speed = f", {done / spent:,.0f} /s, {(total - done) * spent / done:,.0f} s left" if spent > 0 and done else ""
+        since, before = self._started.setdefault(name, (now, done)) if seconds is None else (now - seconds, 0)
+        spent, new = now - since, done - before
+        speed = f", {new / spent:,.0f} /s, {(total - done) * spent / new:,.0f} s left" if spent > 0 and new else ""
         if not self._live:
             if now - self._printed.setdefault(name, now) > PLAIN_EVERY_S:
                 self._printed[name] = now
@@ -57,7 +58,7 @@ class Progress:
             return
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, unit=unit, speed=speed)
-        self._bars.update(self._tasks[name], completed=done, total=total, speed=speed)
+        self._bars.update(self._tasks[name], completed=done, total=total, unit=unit, speed=speed)
 
 
 def track(progress: Progress, num_output_tokens: int) -> OnStep:

@@ -29,6 +29,7 @@ from longdraft.models.weights import WeightSource
 
 MEMORIES = ("per_layer", "shared", "off")
 CONTEXTS = ("activations", "last", "embedding", "own")
+GROUP = 16  # blocks that are given their context together: a product of more rows, over at most twice the tokens
 MEMORY = "memory"  # the tensor's name in files: the weights w, [n, n + 1], or [1, n + 1] if all layers share one memory
 Residuals = torch.Tensor  # [n, B, L, hidden], one of the target's residual streams for each layer of the draft
 KV = tuple[torch.Tensor, torch.Tensor]  # [..., G, D] each
@@ -179,6 +180,7 @@ class FeedbackDraft(nn.Module):
     def _remember(self, streams: list[torch.Tensor], at: KV, own: list[KV]) -> list[KV]:
         """The step is over: the newest token's keys and values are those of its memory from now on."""
         memories = torch.einsum("il,l...->i...", self.memory.softmax(dim=-1), torch.stack(streams))
+        memories = memories.to(streams[-1].dtype)  # autocast multiplies in a type of its own
         kept = []
         for i, (k, v) in enumerate(own):
             layer = self.model["layers"][i]
@@ -192,22 +194,29 @@ class FeedbackDraft(nn.Module):
 
 
 class _Cut:
-    """A text of ``length`` tokens in J blocks of ``k`` from ``first`` on, and what each block knows beforehand."""
+    """A text of ``length`` tokens in J blocks of ``k`` from ``first`` on, and what each block knows beforehand.
+
+    Windows of neighbouring blocks overlap, so N groups of C blocks are given the S tokens that any of the group reads.
+    """
 
     def __init__(self, length: int, k: int, first: int, config: FeedbackConfig, device: torch.device) -> None:
-        starts = torch.arange(first, length, k, device=device)[:, None]  # [J, 1]
+        blocks = -(-(length - first) // k)
+        groups = -(-blocks // GROUP)
+        each = -(-blocks // groups)
+        starts = first + k * torch.arange(groups * each, device=device).view(groups, each, 1)
         # Tokens past the end repeat the last one; they are nobody's past, and are dropped at the end.
-        self.tokens = (starts + torch.arange(k, device=device)).clamp(max=length - 1)  # [J, k]
-        sinks = torch.arange(config.sinks, device=device).expand(len(starts), -1)
-        window = starts + torch.arange(-min(config.window, length), 0, device=device)
-        self.context = torch.cat([sinks, window.clamp(min=0)], dim=1)  # [J, S]
-        first_seen = starts - config.window
-        self.hidden = ~torch.cat([sinks < first_seen, window >= 0], dim=1)  # [J, S]
-        self.context.clamp_(max=length - 1)
+        self.tokens = (starts.view(-1, 1) + torch.arange(k, device=device)).clamp(max=length - 1)  # [J, k]
+        size, sinks = min(config.window, length), torch.arange(config.sinks, device=device)
+        window = starts[:, 0] + torch.arange(-size, (each - 1) * k, device=device)  # [N, ...]
+        first_seen, at = starts - config.window, window[:, None]  # [N, C, 1], [N, 1, ...]
+        seen = torch.cat([sinks < first_seen, (at >= 0) & (at >= first_seen) & (at < starts)], dim=2)
+        context = torch.cat([sinks.expand(groups, -1), window], dim=1).clamp(0, length - 1)
+        used = seen.any(dim=1).any(dim=0)
+        self.context, self.hidden = context[:, used], ~seen[:, :, used]  # [N, S], [N, C, S]
 
     def choose(self, k: torch.Tensor, v: torch.Tensor) -> KV:
-        """``[B, J, S, G, D]`` of all tokens' ``[B, L, G, D]``."""
-        return k[:, self.context], v[:, self.context]
+        """``[B, G, N, S, D]`` of all tokens' ``[B, L, G, D]``."""
+        return tuple(x.transpose(1, 2)[:, :, self.context] for x in (k, v))
 
 
 class _Layer(nn.Module):
@@ -249,20 +258,27 @@ class _Layer(nn.Module):
 
 
 def _attend(q: torch.Tensor, context: KV, own: KV, hidden: torch.Tensor) -> torch.Tensor:
-    """``q [B, J, Q, H, D]`` over ``context [B, J, S, G, D]``, less what is ``hidden [J, S]``, and its block's ``own``.
+    """``q [B, J, Q, H, D]`` over ``context [B, G, N, S, D]``, less what is ``hidden [N, C, S]``, and its block's own.
 
-    Of these ``[B, J, R, G, D]`` the last Q are the queries' own, and are seen causally.
+    Of ``own [B, J, R, G, D]`` the last Q are the queries' own, and are seen causally.
     """
-    (rows, blocks, queries, heads, dim), kv_heads = q.shape, own[0].shape[3]
-    seen, size = own[0].shape[2], context[0].shape[2]
-    q = q.view(rows, blocks, queries, kv_heads, heads // kv_heads, dim) * dim**-0.5
-    scores = torch.cat([torch.einsum("bjqghd,bjsgd->bjghqs", q, k) for k in (context[0], own[0])], dim=-1)
-    newest = torch.arange(seen - queries, seen, device=q.device)
-    later = torch.arange(seen, device=q.device) > newest[:, None]  # [Q, R]
-    masked = torch.cat([hidden[:, None].expand(-1, queries, -1), later.expand(blocks, -1, -1)], dim=-1)  # [J, Q, S + R]
-    weights = scores.masked_fill(masked[:, None, None], -torch.inf).softmax(dim=-1)
-    parts = zip(weights.split((size, seen), dim=-1), (context[1], own[1]), strict=True)
-    return sum(torch.einsum("bjghqs,bjsgd->bjqghd", w, v) for w, v in parts).flatten(3, 4)
+    (groups, each, size), (_, blocks, queries, _, _), seen = hidden.shape, q.shape, own[0].shape[2]
+    if not size and seen == queries:
+        parts = (x.flatten(0, 1).transpose(1, 2) for x in (q, *own))
+        out = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).unflatten(0, (-1, blocks))
+    kv_heads = own[0].shape[3]
+    q = (q * q.shape[-1] ** -0.5).unflatten(3, (kv_heads, -1)).unflatten(1, (groups, each))
+    q = q.permute(0, 4, 1, 2, 5, 3, 6)  # [B, G, N, C, H/G, Q, D]
+    k, v = (x.unflatten(1, (groups, each)).permute(0, 4, 1, 2, 3, 5) for x in own)  # [B, G, N, C, R, D]
+    of_group, of_block = q.shape[3:6], q.shape[4:6]
+    scores = (q.flatten(3, 5) @ context[0].mT).unflatten(3, of_group), (q.flatten(4, 5) @ k.mT).unflatten(4, of_block)
+    later = torch.arange(seen, device=q.device) > torch.arange(seen - queries, seen, device=q.device)[:, None]  # [Q, R]
+    masked = torch.cat([hidden[:, :, None].expand(-1, -1, queries, -1), later.expand(groups, each, -1, -1)], dim=-1)
+    weights = torch.cat(scores, dim=-1).masked_fill(masked[:, :, None], -torch.inf).softmax(dim=-1)
+    old, new = weights.split((size, seen), dim=-1)
+    out = (old.flatten(3, 5) @ context[1]).unflatten(3, of_group) + (new.flatten(4, 5) @ v).unflatten(4, of_block)
+    return out.permute(0, 2, 3, 5, 1, 4, 6).flatten(4, 5).flatten(1, 2)
 
 
 def _then(first: KV, second: KV) -> KV:

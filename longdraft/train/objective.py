@@ -9,6 +9,13 @@ from typing import Protocol
 import torch
 
 
+class Batches(Protocol):
+    """Texts in an order that is computed, so that a run can go on wherever it was killed."""
+
+    def step(self, step: int) -> torch.Tensor:
+        """Token ids ``[B, L]``, int64, that step 0, 1, … trains on: a function of ``step`` alone."""
+
+
 class Objective(Protocol):
     """Something with parameters and a loss."""
 

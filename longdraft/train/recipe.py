@@ -1,0 +1,151 @@
+"""A recipe: the TOML file that says what is trained, on which texts, and how.
+
+    [target]   path of the model, or [target.model]: the words of a config.json, for one that is trained first
+    [data]     texts
+    [draft]    what is trained for the target; without it, only the target is
+    [loss]     of a draft that reads the target (``DistillConfig``)
+    [optim]    and [run]; those of a target that is trained are [target.optim] and [target.run]
+
+What is left out has a default, what nobody knows is refused by name. Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from pathlib import Path
+
+from longdraft.errors import InvalidValueError
+from longdraft.models.feedback import FeedbackConfig
+from longdraft.train.corpora import CORPORA
+from longdraft.train.distill import DistillConfig
+from longdraft.train.loop import RunConfig
+from longdraft.train.optim import OptimConfig
+from longdraft.train.settings import Section, as_words, choice, number, read_section, refuse_others
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MOST_BYTES = 2**20
+LAYERS = re.compile("(last|spaced|influential):[1-9][0-9]{0,3}")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """Texts: of ``corpora`` and in ``paths`` (files and folders); ``held_out`` is the share of documents kept aside."""
+
+    corpora: Sequence[str] = field(default=tuple(CORPORA), metadata={"check": as_words})
+    paths: Sequence[str] = field(default=(), metadata={"check": as_words})
+    held_out: float = number(0.05, 0, 1)
+
+
+@dataclass(frozen=True)
+class TargetConfig(Section):
+    """The model that drafts are for: at ``path`` (or a name), or to be trained first: ``model`` has its sizes.
+
+    ``tokenizer``: a model's, for one that is trained; left out, a vocabulary of its own is learned. ``dtype``: in
+    which a target teaches.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    model: Mapping[str, object] | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.model is None):
+            raise InvalidValueError("path", self.path, "must be given, or else target.model, and not both")
+
+
+@dataclass(frozen=True)
+class DraftRecipe(Section):
+    """What is trained for a target: a ``spire`` draft of some of its layers, or a plain small ``model``.
+
+    ``layers``: numbers, or ``last:n``, ``spaced:n``, ``influential:n``. ``window``, ``sinks``, ``memory``, ``context``:
+    see ``FeedbackConfig``. ``init``: the target's layers, or random ones. ``model``: sizes of a plain model, which
+    ``learns`` the texts themselves, or what the target says of them, reading no more than ``sinks`` and ``window``.
+    """
+
+    kind: str = choice("spire", ("spire", "model"))
+    layers: str | Sequence[int] = "last:2"
+    window: int = FeedbackConfig.window
+    sinks: int = FeedbackConfig.sinks
+    memory: str = FeedbackConfig.memory
+    context: str = FeedbackConfig.context
+    init: str = choice("pruned", ("pruned", "random"))
+    model: Mapping[str, object] | None = None
+    learns: str = choice("text", ("text", "target"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.kind == "model") != (self.model is not None):
+            raise InvalidValueError("kind", self.kind, "must be 'model' where there is a draft.model, and only there")
+        if isinstance(self.layers, str) and not LAYERS.fullmatch(self.layers):
+            limit = "must be numbers of the target's layers, or 'last:n', 'spaced:n' or 'influential:n'"
+            raise InvalidValueError("layers", self.layers, limit)
+        self.feedback((0,) if isinstance(self.layers, str) else self.layers)  # checks the rest
+
+    def feedback(self, layers: Sequence[int]) -> FeedbackConfig:
+        """The draft's config, once its layers are known."""
+        return FeedbackConfig(layers, self.window, self.sinks, self.memory, self.context)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All of it; ``name`` is the file's."""
+
+    name: str
+    target: TargetConfig
+    data: DataConfig = DataConfig()
+    draft: DraftRecipe | None = None
+    loss: DistillConfig = DistillConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def with_run(self, **changes: int) -> Recipe:
+        """The same with other steps or another seed, of the target's training, too."""
+        target = replace(self.target, run=replace(self.target.run, **changes))
+        return replace(self, target=target, run=replace(self.run, **changes))
+
+
+def read_recipe(file: str | PathLike[str]) -> Recipe:
+    """Read and check a recipe. Raises ``InvalidValueError`` that names the key and, for an unknown one, the nearest."""
+    path = Path(file).expanduser()
+    try:
+        with path.open("rb") as stream:
+            raw = tomllib.loads(stream.read(MOST_BYTES).decode())
+    except OSError as error:
+        raise InvalidValueError("--config", str(path), f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise InvalidValueError("--config", str(path), f"is not TOML: {error}") from error
+    return parse_recipe(raw, path.stem, path.parent)
+
+
+def parse_recipe(raw: Mapping[str, object], name: str, folder: Path) -> Recipe:
+    """``raw``: the file's tables; ``folder``: what its paths are relative to."""
+    raw = refuse_others(raw, [f.name for f in fields(Recipe) if f.name != "name"], "")
+    parts: dict[str, object] = {"target": _target(raw.get("target", {}), folder)}
+    kinds = {"data": DataConfig, "draft": DraftRecipe, "loss": DistillConfig, "optim": OptimConfig, "run": RunConfig}
+    parts |= {key: read_section(kind, raw[key], key) for key, kind in kinds.items() if key in raw}
+    recipe = Recipe(name, **parts)
+    if recipe.draft is None and recipe.target.path is not None:
+        raise InvalidValueError("draft", None, "must be given where the target is not trained, or nothing would be")
+    paths = tuple(str(folder / Path(path).expanduser()) for path in recipe.data.paths)
+    return replace(recipe, data=replace(recipe.data, paths=paths))
+
+
+def _target(raw: object, folder: Path) -> TargetConfig:
+    raw = dict(refuse_others(raw, [f.name for f in fields(TargetConfig)], "target"))
+    for key, kind in (("optim", OptimConfig), ("run", RunConfig)):
+        raw[key] = read_section(kind, raw.get(key, {}), f"target.{key}")
+    for key in ("path", "tokenizer"):
+        if isinstance(raw.get(key), str) and (folder / raw[key]).exists():
+            raw[key] = str(folder / raw[key])
+    return read_section(TargetConfig, raw, "target")
