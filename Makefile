@@ -13,7 +13,7 @@ test: .venv/.test
 	$(BIN)/python -m pytest -q -n auto
 
 test-vllm: .venv-vllm/.test
-	.venv-vllm/bin/python -m pytest -q --confcutdir tests/vllm tests/vllm
+	.venv-vllm/bin/python -m pytest -q --confcutdir tests/in_vllm tests/in_vllm
 
 lint: .venv/.test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

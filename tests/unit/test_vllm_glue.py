@@ -1,7 +1,7 @@
 """The plug-in for vLLM over a runner of our own: which blocks, slots, rows, distributions, and when it stays away.
 
 The runner here keeps token ids in its pages instead of keys and values, and its model's next token is a function of all
-tokens a row can see: whoever reads a wrong block, position or slot drafts something else. ``tests/vllm`` runs vLLM.
+tokens a row can see: whoever reads a wrong block, position or slot drafts something else. ``tests/in_vllm`` runs vLLM.
 """
 
 from __future__ import annotations

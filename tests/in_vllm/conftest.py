@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm does that in an environment of its own")
+from tests.in_vllm.engines import LENGTH, VOCAB, drafting, engine
+
+if find_spec("vllm") is None:  # make test-vllm installs it, in an environment of its own
+    collect_ignore_glob = ["test_*.py"]
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-VOCAB = 300
-LENGTH = 1024  # of the model
-GAMMA = 4
 
 
 @pytest.fixture(scope="session")
@@ -47,34 +47,6 @@ def reference(folder):
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-
-
-def engine(folder, dtype="float32", **more):
-    """An engine; few tokens a step, so that prompts come in chunks beside decoding rows."""
-    from vllm import LLM
-
-    return LLM(
-        str(folder),
-        **{
-            "skip_tokenizer_init": True,
-            "dtype": dtype,
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_model_len": LENGTH,
-            "max_num_batched_tokens": 256,
-            "num_gpu_blocks_override": 400,
-            "disable_log_stats": False,
-            **more,
-        },
-    )
-
-
-def drafting(folder, dtype="float32", **more):
-    """An engine that drafts, over 64 recent tokens."""
-    from longdraft.integrations.vllm.args import engine_args
-    from longdraft.integrations.vllm.settings import Settings
-
-    return engine(folder, dtype, **{**engine_args(Settings(budget=64), GAMMA, "cpu"), **more})
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from .conftest import GAMMA, LENGTH, VOCAB, drafting, engine
+from tests.in_vllm.engines import GAMMA, LENGTH, VOCAB, drafting, engine
 
 OF_VLLM = ("draft_tokens", "accepted_tokens")
 
