@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longdraft import __version__
-from longdraft.cli import acceptance, bench, calibrate, chat, demo, doctor, generate, plan, train, verify
+from longdraft.cli import acceptance, bench, calibrate, chat, demo, doctor, generate, plan, train, verify, vllm_args
 from longdraft.errors import LongDraftError
 
 EPILOG = "Try: longdraft demo · longdraft generate 'Once upon a time' · longdraft chat · longdraft doctor"
@@ -31,6 +31,7 @@ app.command(name="plan")(plan.plan)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="train")(train.train)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="vllm-args")(vllm_args.vllm_args)
 bench.app.command(name="acceptance")(acceptance.acceptance)
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,28 @@
+"""``longdraft vllm-args``: how to start stock vLLM with a LongDraft draft."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def vllm_args(
+    model: Annotated[str, typer.Argument(help="The model, as vllm serve takes it.")],
+    gamma: Annotated[int, typer.Option(help="Drafted tokens a round, at most; requests may ask for fewer.")] = 3,
+    budget: Annotated[int, typer.Option(help="Recent tokens that a draft reads, in whole blocks.")] = 512,
+    sinks: Annotated[int, typer.Option(help="First tokens that it reads besides, in whole blocks.")] = 16,
+    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
+    json: Annotated[bool, typer.Option("--json", help="Keyword arguments of vllm.LLM instead.")] = False,
+) -> None:
+    """Print the line for ``vllm serve`` (vLLM 0.32 or 0.33; not imported here)."""
+    import json as jsonlib
+
+    from longdraft.integrations.vllm.args import engine_args, serve_line
+    from longdraft.integrations.vllm.settings import Settings
+
+    settings = Settings(budget=budget, sinks=sinks)
+    if json:
+        print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
+    else:
+        print(serve_line(model, settings, gamma, device))

@@ -1,0 +1,15 @@
+"""A draft over vLLM's own pages (MagicDec, arXiv:2408.11049), as a plug-in for stock vLLM 0.32 and 0.33.
+
+    settings.py   what is set for a server and for one request
+    tables.py     which blocks a draft step reads: vLLM's block tables, shortened
+    sampling.py   what a draft's token is drawn from, and with which noise
+    guard.py      when the plug-in steps aside, in sentences
+    rows.py       which rows of a step draft, and how much
+    drafter.py    a round of drafting
+    repair.py     a defect of vLLM's CPU build
+    proposer.py   vLLM's "custom_class": the target's own forward pass over the shortened tables
+    worker.py     vLLM's "worker_cls": hands the proposer the runner it drafts for
+    args.py       the line for ``vllm serve``
+
+Only ``proposer.py`` and ``worker.py`` import vLLM, inside its worker processes.
+"""

@@ -1,0 +1,87 @@
+"""When the plug-in steps aside: sentences for what it cannot draft for, and for what this vLLM lacks.
+
+The plug-in reaches parts of vLLM that are not its public interface. So each attribute used is looked up once before the
+first draft, and whatever is missing or not foreseen means plain decoding and one warning, never a failed request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+VERSIONS = ((0, 32), (0, 34))  # from, and below
+
+# Attributes of the runner, by what they belong to; a trailing "()" is a method.
+RUNNER = (
+    "input_batch.block_table",
+    "input_batch.req_ids",
+    "input_batch.sampling_metadata",
+    "requests",
+    "attn_groups",
+    "effective_drafter_max_model_len",
+    "device",
+    "max_model_len",
+    "_draft_probs",
+    "_draft_prob_req_ids",
+)
+GROUP = ("layer_names", "get_metadata_builder")
+TABLE = ("block_size", "num_blocks_per_row", "get_device_tensor")
+
+
+def version_refusal(version: str) -> str | None:
+    """Why vLLM of this ``version`` is not drafted for, or ``None``."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if VERSIONS[0] <= numbers < VERSIONS[1]:
+        return None
+    known = " to ".join(".".join(map(str, v)) for v in (VERSIONS[0], (VERSIONS[1][0], VERSIONS[1][1] - 1)))
+    return f"vLLM {version} is not known to this plug-in; use {known}"
+
+
+def config_refusals(config: Any) -> Iterator[str]:
+    """Why an engine with vLLM's ``config`` is not drafted for: a sentence each."""
+    model, parallel = config.model_config, config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield "with pipeline parallelism the draft would see the last stage's layers only; use tensor parallelism"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        yield "with decode context parallelism a block table names a part of each sequence only"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        yield "with prefill context parallelism a block table names a part of each sequence only"
+    if parallel.data_parallel_size > 1 and getattr(parallel, "enable_expert_parallel", False):
+        yield "with data-parallel experts all ranks would have to draft in step"
+    if config.kv_transfer_config is not None:
+        yield "a KV connector would take a draft's step for the target's"
+    if config.lora_config is not None:
+        yield "LoRA adapters are set for the verified batch, not for the draft's"
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported"
+    if model.uses_mrope:
+        yield "rotary embeddings in several dimensions (M-RoPE) are not supported"
+    if model.is_hybrid or model.is_attention_free:
+        yield "recurrent layers (Mamba and the like) have a state that a draft would overwrite"
+    if getattr(model, "enable_prompt_embeds", False):
+        yield "prompts given as embeddings are not supported"
+
+
+def runner_refusals(runner: Any) -> Iterator[str]:
+    """What of a bound ``runner`` is not as the plug-in needs it: a sentence each."""
+    missing = [name for name in RUNNER if not _has(runner, name)]
+    if missing:
+        yield f"this vLLM's model runner lacks {', '.join(missing)}"
+        return
+    groups = [group for of_kind in runner.attn_groups for group in of_kind]
+    if len(groups) != 1:
+        yield f"the model's layers share {len(groups)} kinds of KV cache (sliding windows, say); 1 is supported"
+        return
+    table = runner.input_batch.block_table[0]
+    lacking = [f"attention group {name}" for name in GROUP if not _has(groups[0], name)]
+    lacking += [f"block table {name}" for name in TABLE if not _has(table, name)]
+    if lacking:
+        yield f"this vLLM lacks {', '.join(lacking)}"
+
+
+def _has(thing: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(thing, name):
+            return False
+        thing = getattr(thing, name)
+    return True

@@ -1,0 +1,91 @@
+"""vLLM's ``custom_class`` proposer: the target itself drafts, over shortened block tables (MagicDec, arXiv:2408.11049).
+
+A draft step is vLLM's own forward pass of one token a row, with the row's true position. Its keys and values go where
+verification writes the same tokens' next, layer by layer before it reads them; nothing that vLLM publishes or hashes
+ever holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample import rejection_sampler
+
+from longdraft.integrations.vllm.drafter import Drafter
+from longdraft.integrations.vllm.guard import config_refusals, version_refusal
+from longdraft.integrations.vllm.repair import repair
+from longdraft.integrations.vllm.settings import Settings
+from longdraft.integrations.vllm.tables import DraftTables, Step
+
+logger = init_logger("vllm.longdraft")  # below vLLM's own, so that its handlers print it
+
+
+class SparseProposer:
+    """Drafts for the rows of each step; ``propose`` is vLLM's protocol, ``bind`` is called by our workers."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.config, self.model = vllm_config, None
+        self.drafter = Drafter(
+            Settings.of_server(vllm_config.additional_config),
+            most=vllm_config.speculative_config.num_speculative_tokens,
+            seed=vllm_config.model_config.seed or 0,
+            forward=self.forward,
+            warn=lambda sentence: logger.warning("LongDraft: %s", sentence),
+            off=version_refusal(vllm.__version__) or next(config_refusals(vllm_config), None),
+        )
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """vLLM hands over the target, which is the draft, too."""
+        self.model = target_model
+
+    def bind(self, runner: Any) -> None:
+        """Drafts are made for this model runner."""
+        self.drafter.runner = runner
+        # vLLM would replace all rows' drafts by zeros once one row comes near the limit; here rows are cut singly.
+        runner.effective_drafter_max_model_len = 1 << 30
+        if repair(rejection_sampler, runner.device):
+            logger.warning("LongDraft: sampling under speculation is wrong in this vLLM (issue 55005); repaired.")
+
+    @torch.inference_mode()
+    def propose(
+        self, sampled: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Drafted token ids of each row; an empty list for rows that draft none. Never raises."""
+        return self.drafter.propose(sampled, num_tokens_no_spec, token_ids_cpu)
+
+    def forward(self, ids: torch.Tensor, step: Step, tables: DraftTables, index: int) -> torch.Tensor:
+        """Logits ``[R, V]`` after ``ids [R]``."""
+        count, group = len(ids), self.drafter.runner.attn_groups[0][0]
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(ids.device),
+            query_start_loc_cpu=starts,
+            seq_lens=step.lengths,
+            seq_lens_cpu_upper_bound=torch.full((count,), tables.longest, dtype=torch.int32),
+            num_reqs=count,
+            num_actual_tokens=count,
+            max_query_len=1,
+            max_seq_len=tables.longest,
+            block_table_tensor=tables.table,
+            slot_mapping=step.slots,
+            causal=True,
+            positions=step.positions,
+        )
+        builder = group.get_metadata_builder(0)
+        metadata = builder.build_for_drafting(common_attn_metadata=common, draft_index=index)
+        layers = group.layer_names
+        with set_forward_context(
+            dict.fromkeys(layers, metadata),
+            self.config,
+            num_tokens=count,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(layers, step.slots),
+        ):
+            hidden = self.model(input_ids=ids, positions=step.positions, intermediate_tensors=None, inputs_embeds=None)
+        return self.model.compute_logits(hidden)

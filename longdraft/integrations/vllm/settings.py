@@ -1,0 +1,66 @@
+"""What is set for a server (``additional_config``) and for one request (``vllm_xargs``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from longdraft.config import as_int
+from longdraft.errors import InvalidValueError
+
+KEY = "longdraft"  # of vLLM's additional_config
+DRAFTS = ("streaming_llm", "full")
+MOST = 2**20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The draft: what it reads, and how many tokens it may guess.
+
+    ``draft``: ``streaming_llm``, the first ``sinks`` and the last ``budget`` tokens in whole blocks, or ``full``, all,
+    which is there to test with. ``gamma``: drafted tokens a round, at most what vLLM was started with.
+    """
+
+    draft: str = "streaming_llm"
+    budget: int = 512
+    sinks: int = 16
+    gamma: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft not in DRAFTS:
+            raise InvalidValueError("draft", self.draft, f"must be one of {', '.join(DRAFTS)}")
+        object.__setattr__(self, "budget", as_int("budget", self.budget, 1, MOST))
+        object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, MOST))
+        if self.gamma is not None:
+            object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 0, 64))
+
+    @classmethod
+    def of_server(cls, additional_config: Any) -> Settings:
+        """Of vLLM's ``additional_config``; ``InvalidValueError`` names what it does not know."""
+        given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise InvalidValueError(KEY, given, "must be an object with the draft's settings")
+        known = {field.name for field in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise InvalidValueError(f"{KEY}.{name}", given[name], f"is not known; use {', '.join(sorted(known))}")
+        return cls(**given)
+
+    def of_request(self, extra_args: Mapping[str, Any] | None) -> Settings:
+        """With a request's own ``longdraft_gamma``, ``longdraft_budget`` and ``longdraft_off``.
+
+        Raises ``InvalidValueError`` for what they cannot be. ``longdraft_off``: 0 or 1, as HTTP passes no booleans.
+        """
+        given = {
+            name.removeprefix("longdraft_"): value
+            for name, value in (extra_args or {}).items()
+            if name.startswith("longdraft_")
+        }
+        if not given:
+            return self
+        for name in given:
+            if name not in ("gamma", "budget", "off"):
+                raise InvalidValueError(f"longdraft_{name}", given[name], "is not known; use gamma, budget or off")
+        off = as_int("longdraft_off", int(given.pop("off", 0)), 0, 1)
+        return replace(self, **({**given, "gamma": 0} if off else given))
