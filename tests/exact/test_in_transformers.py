@@ -1,15 +1,24 @@
 """Drafts inside transformers' ``generate``: what it returns is what it returns without them."""
 
 import functools
+import importlib.metadata
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 
 import longdraft
 from longdraft.checkpoint.load import load_checkpoint
-from longdraft.integrations.transformers import rules
+from longdraft.integrations import transformers as inside
+from longdraft.integrations.transformers import checks, rules
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 from longdraft.spec.noise import all_gumbels
@@ -66,17 +75,18 @@ def some_eos(model, inputs, count):
 
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES, ids=[f for f, _ in FAMILIES])
-@pytest.mark.parametrize("draft", ["streaming_llm", "snapkv"])
-def test_greedy_text_is_that_of_generate(family, overrides, draft):
-    model, asked = model_of(family, **overrides), drafting(draft)
-    for rows in (1, 3):
-        want, got = both(model, prompts(rows), asked, max_new_tokens=24, do_sample=False)
-        assert torch.equal(want, got)
-        accepted, drafted = (sum(sum(getattr(s, x)) for s in asked.stats) for x in ("accepted", "drafted"))
-        assert 0 < accepted < drafted
-    eos = some_eos(model, prompts(), 24)
-    want, got = both(model, prompts(), asked, max_new_tokens=24, do_sample=False, eos_token_id=eos)
-    assert torch.equal(want, got) and (got[:, -1] == 0).any()
+def test_greedy_text_is_that_of_generate(family, overrides):
+    """One prompt, and a batch of padded ones whose rows end at different places."""
+    model = model_of(family, **overrides)
+    eos = some_eos(model, prompts(), 18)
+    for rows, options in ((1, {}), (3, {"eos_token_id": eos})):
+        options = {**prompts(rows), "max_new_tokens": 18, "do_sample": False, **options}
+        want = model.generate(**options)
+        assert rows == 1 or (want[:, -1] == 0).any()
+        for draft in (drafting(), drafting("snapkv"))[:rows]:
+            assert torch.equal(model.generate(**options, custom_generate=draft), want)
+            accepted, drafted = (sum(sum(getattr(s, x)) for s in draft.stats) for x in ("accepted", "drafted"))
+            assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def ends_by_scores(ids, scores, **kwargs):
 
 @pytest.mark.parametrize("eos", [None, 0])
 def test_stopping_criteria_are_asked_about_every_token(eos):
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [eos + 5] if eos is not None else None}
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [eos + 5] if eos is not None else None}
     kept = {"return_dict_in_generate": True, "output_scores": True}
     for criterion, more in ((ends_by_row, {}), (ends_by_row, {"max_length": 58}), (ends_by_scores, {})):
         extra = {**options, **kept, **more, "stopping_criteria": StoppingCriteriaList([criterion])}
@@ -171,8 +181,9 @@ def test_a_cache_goes_in_and_comes_out_as_without_drafts():
         for turn in range(2):
             for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
                 assert type(a) is type(b) and a.keys.shape == b.keys.shape
-                torch.testing.assert_close(b.keys, a.keys, rtol=0, atol=1e-9)
-                torch.testing.assert_close(b.values, a.values, rtol=0, atol=1e-9)
+                for ours, theirs in ((b.keys, a.keys), (b.values, a.values)):
+                    shown = torch.nn.functional.pad(inputs["attention_mask"], (0, ours.shape[2] - 40), value=1)[:, None]
+                    assert ((ours - theirs).abs().amax(-1) * shown).max() < 1e-9
             added = torch.cat([want.sequences, prompts(seed=5 + turn)["input_ids"][:, -6:].clamp(min=3)], dim=1)
             past = added.shape[1] - inputs["attention_mask"].shape[1]
             mask = torch.nn.functional.pad(inputs["attention_mask"], (0, past), value=1)
@@ -238,10 +249,10 @@ def test_sampled_text_hangs_on_seeds_alone():
     torch.manual_seed(7)
     seeds = torch.randint(2**63 - 1, (3,))
     rows = range(3)
-    want = torch.cat([drawn_plainly(model, inputs["input_ids"][b : b + 1], int(seeds[b]), 14) for b in rows])
+    want = torch.cat([drawn_plainly(model, inputs["input_ids"][b : b + 1], int(seeds[b]), 9) for b in rows])
     for draft in (drafting(), drafting("snapkv", gamma=5), drafting("full", gamma=1)):
         torch.manual_seed(7)
-        got = model.generate(**inputs, max_new_tokens=14, **SAMPLING, custom_generate=draft)
+        got = model.generate(**inputs, max_new_tokens=9, **SAMPLING, custom_generate=draft)
         assert torch.equal(want, got)
     for rule in ("coupled", "maximal"):
         random = torch.Generator()
@@ -249,7 +260,7 @@ def test_sampled_text_hangs_on_seeds_alone():
         twice = []
         for _ in range(2):
             random.manual_seed(3)
-            twice.append(model.generate(**inputs, max_new_tokens=14, **SAMPLING, custom_generate=draft))
+            twice.append(model.generate(**inputs, max_new_tokens=9, **SAMPLING, custom_generate=draft))
         assert torch.equal(*twice)
 
 
@@ -300,20 +311,20 @@ def law_of_three(model, ids):
     ("rule", "right"), [(rules.Coupled, True), (rules.Maximal, True), (AcceptsAll, False), (NoResidual, False)]
 )
 def test_the_law_of_sampled_text(rule, right, monkeypatch):
-    """Three tokens of 4,000 texts against their exact law; the first of them is plain, two are drafted and judged."""
+    """Three tokens of 1,000 texts against their exact law; the first of them is plain, two are drafted and judged."""
     model = model_of(vocab_size=5, num_hidden_layers=1, bos_token_id=None, seed=3)
     monkeypatch.setattr(rules, "Maximal", rule)
     ids = torch.tensor([[3, 1, 4, 1, 2, 3, 0, 2, 4, 3, 1, 2]])
     torch.manual_seed(1)
-    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "num_return_sequences": 4000}
+    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "num_return_sequences": 1000}
     draft = drafting(budget=3, sinks=1, gamma=2, sampling_rule="maximal")
     new = model.generate(ids, attention_mask=torch.ones_like(ids), **options, custom_generate=draft)[:, 12:]
     counts = torch.bincount(new @ torch.tensor([25, 5, 1]), minlength=125).double()
-    expected = 4000 * law_of_three(model, ids)
+    expected = 1000 * law_of_three(model, ids)
     big = expected >= 10
     pooled = [torch.cat([x[big], x[~big].sum()[None]]) for x in (counts, expected)]
     p = chisquare(*pooled).pvalue
-    assert p > 0.01 if right else p < 1e-6
+    assert p > 0.01 if right else p < 1e-5
 
 
 REFUSED = {
@@ -334,3 +345,60 @@ def test_what_cannot_be_drafted_for_is_refused_by_name(options, named):
     with pytest.raises(longdraft.errors.LongDraftError, match=named):
         model.generate(**prompts(), max_new_tokens=4, do_sample=False, **options, custom_generate=drafting())
     assert model.config._attn_implementation == "sdpa"
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+MODELS = {
+    "window": ("mistral", {"sliding_window": 32}, "DynamicSlidingWindowLayer"),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 40, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope",
+    ),
+    "encoder": ("bart", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides", "named"), MODELS.values(), ids=MODELS)
+def test_models_that_cannot_draft_are_refused_by_name(family, overrides, named):
+    kind = AutoModelForSeq2SeqLM if family == "bart" else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(family, **{**SIZES, **overrides}))
+    with pytest.raises(longdraft.errors.UnsupportedModelError, match=named):
+        checks.check_model(model, torch.zeros(1, 40), 8)
+
+
+@pytest.mark.parametrize("draft", ["verified", "pages", "int8", "ngram", "full+quant8", "gpt2", None])
+def test_drafts_that_cannot_be_had_are_refused_by_name(draft):
+    with pytest.raises(longdraft.errors.InvalidValueError, match="streaming_llm, full, snapkv, topk"):
+        longdraft.generate_with(draft)
+    with pytest.raises(longdraft.errors.InvalidValueError, match="weights"):
+        longdraft.generate_with(weights="target@int8")
+
+
+def test_transformers_that_is_absent_or_old_is_named_with_the_fix(monkeypatch):
+    monkeypatch.setattr(inside, "version", lambda name: "5.9.1")
+    with pytest.raises(
+        longdraft.errors.MissingDependencyError, match=r"5.9.1 is installed.*pip install 'transformers>=5.24'"
+    ):
+        longdraft.generate_with()
+    monkeypatch.setattr(inside, "version", lambda name: importlib.metadata.version("no-such-package"))
+    with pytest.raises(longdraft.errors.MissingDependencyError, match="not installed"):
+        longdraft.generate_with()
+
+
+def test_a_call_that_fails_leaves_model_and_cache_as_they_were():
+    model, inputs = model_of(), prompts(1)
+    cache = DynamicCache(config=model.config)
+    model(**{name: x[:, :20] for name, x in inputs.items()}, cache=cache)
+    before = [x.clone() for layer in cache.layers for x in (layer.keys, layer.values)]
+
+    def fails(ids, scores):
+        if ids.shape[1] > 44:
+            raise RuntimeError("of the user")
+        return scores
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        model.generate(**inputs, cache=cache, logits_processor=[fails], max_new_tokens=9, custom_generate=drafting())
+    assert model.config._attn_implementation == "sdpa"
+    after = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    assert all(map(torch.equal, before, after)) and cache.get_seq_length() == 20
