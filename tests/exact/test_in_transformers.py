@@ -26,6 +26,7 @@ from longdraft.spec.verify import Verdict
 from tests.conftest import run_alone
 from tests.parity.models import T0, tiny_checkpoint
 
+pytest.importorskip("transformers", minversion="5.24")
 SIZES = {**T0, "num_hidden_layers": 2, "eos_token_id": None, "pad_token_id": 0}
 # Every ratio of query heads to KV heads that the kernels know, and what the families add to attention.
 FAMILIES = [
@@ -313,7 +314,7 @@ def law_of_three(model, ids):
 def test_the_law_of_sampled_text(rule, right, monkeypatch):
     """Three tokens of 1,000 texts against their exact law; the first of them is plain, two are drafted and judged."""
     model = model_of(vocab_size=5, num_hidden_layers=1, bos_token_id=None, seed=3)
-    monkeypatch.setattr(rules, "Maximal", rule)
+    monkeypatch.setattr(inside, "Maximal", rule)
     ids = torch.tensor([[3, 1, 4, 1, 2, 3, 0, 2, 4, 3, 1, 2]])
     torch.manual_seed(1)
     options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "num_return_sequences": 1000}

@@ -14,24 +14,23 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+import torch
+
 from longdraft.config import MAX_SEED, DraftConfig, as_int
 from longdraft.core import SequenceStats
 from longdraft.drafts.registry import SELECTORS, named, selector
 from longdraft.engine.admission import derived_seed
 from longdraft.errors import InvalidValueError, MissingDependencyError
-from longdraft.kv.select.base import PageSelector
+from longdraft.integrations.transformers.reading import readable
+from longdraft.integrations.transformers.rules import Coupled, Greedy, Maximal
 
 if TYPE_CHECKING:
-    import torch
     from transformers import GenerationConfig, PreTrainedModel
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    from longdraft.integrations.transformers.rules import Greedy
-
-OLDEST = (5, 24)  # what this is written for and tested with; earlier ones name and pass the cache in another way
+OLDEST = (5, 24)  # what this is written for and tested with
 _SETTINGS = {"budget", "gamma", "sinks", "refresh", "sampling_rule"}
-# The selections that can be read over a stock cache: all but those that read pages in place.
-READABLE = [name for name, kind in SELECTORS.items() if not issubclass(kind, PageSelector)]
+READABLE = [name for name, kind in SELECTORS.items() if readable(kind)]
 
 
 def generate_with(
@@ -56,8 +55,8 @@ def generate_with(
     """
     _require_transformers()
     config = named(draft) if isinstance(draft, str) else draft
-    readable = isinstance(config, DraftConfig) and config.kv in READABLE
-    if not readable or config.weights != "target" or config.layers != "all":
+    known = isinstance(config, DraftConfig) and config.kv in READABLE
+    if not known or config.weights != "target" or config.layers != "all":
         raise InvalidValueError("draft", draft, f"must be {', '.join(READABLE)} here", "Use longdraft.LLM for others.")
     unknown = sorted(settings.keys() - _SETTINGS)
     if unknown:
@@ -115,10 +114,6 @@ class SelfSpeculation:
 
     def _rule(self, config: GenerationConfig, input_ids: torch.Tensor) -> Greedy:
         """Who draws, with a seed for each row if it samples."""
-        import torch
-
-        from longdraft.integrations.transformers.rules import Coupled, Greedy, Maximal
-
         if not config.do_sample:
             return Greedy()
         if self.seed is None:
@@ -126,7 +121,8 @@ class SelfSpeculation:
         else:
             further = (row % config.num_return_sequences for row in range(len(input_ids)))
             seeds = torch.tensor([derived_seed(self.seed, i) if i else self.seed for i in further])
-        return {"coupled": Coupled, "maximal": Maximal}[self.config.sampling_rule](seeds.to(input_ids.device))
+        rule = Maximal if self.config.sampling_rule == "maximal" else Coupled
+        return rule(seeds.to(input_ids.device))
 
 
 def _withheld_by_generate() -> dict[str, object]:

@@ -65,7 +65,7 @@ def attend(
     packed = query.reshape(batch, groups, heads // groups * n, -1)
     mask = longdraft_pass.packed(heads // groups, query)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    return out.view(batch, heads, n, -1).transpose(1, 2).contiguous(), None
+    return out.reshape(batch, heads, n, -1).transpose(1, 2).contiguous(), None
 
 
 _PLAIN = "Leave out custom_generate for this model."

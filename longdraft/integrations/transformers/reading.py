@@ -15,6 +15,11 @@ from longdraft.kv.select.keys import Keys
 from longdraft.kv.select.streaming_llm import StreamingLLM, first_and_last
 
 
+def readable(kind: type[Selector]) -> bool:
+    """Whether a selection can be read over a stock cache: all can that do not read pages in place."""
+    return issubclass(kind, (Full, StreamingLLM, TokenSelector))
+
+
 @dataclass
 class _Choice:
     """What is known of a row, and what was chosen for it when it had ``start`` cached tokens."""
