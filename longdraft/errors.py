@@ -87,8 +87,10 @@ class TemplateError(LongDraftError):
 class MissingDependencyError(LongDraftError):
     """An optional package is needed; the message gives the command that installs it."""
 
-    def __init__(self, package: str, purpose: str, install: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Run: {install}")
+    def __init__(self, package: str, purpose: str, install: str, found: str = "") -> None:
+        """``found``: the version that is there, if it is too old."""
+        problem = f"of which {found} is installed and too old" if found else "which is not installed"
+        super().__init__(f"{purpose} needs the package {package!r}, {problem}. Run: {install}")
 
 
 class CalibrationError(LongDraftError):

@@ -31,6 +31,7 @@ LAYERS = [
     {"llm"},
     {"async_llm"},
     {"compare"},
+    {"integrations"},
     {"train"},
     {"bench"},
     {"cli"},

@@ -1,0 +1,219 @@
+"""Rounds of drafting and verifying for one call of ``generate``: the place where everything here comes together.
+
+A round: the model drafts over copies of what the selection chose of each row's cache, then runs once over the newest
+token and the drafted ones with its whole cache; what does not stand is written over in the next round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+
+from longdraft.capture import Seen
+from longdraft.config import MAX_GAMMA
+from longdraft.core import SequenceStats
+from longdraft.integrations.transformers.attention import Pass, forward
+from longdraft.integrations.transformers.reading import Reading
+from longdraft.integrations.transformers.row_cache import RowCache
+from longdraft.integrations.transformers.rows import Kept, Rows
+from longdraft.integrations.transformers.rules import Greedy
+from longdraft.integrations.transformers.scores import Scores
+from longdraft.kv.select.base import Selector
+from longdraft.kv.select.keys import Keys
+
+CHUNK = 256  # tokens that are fed at once to complete a cache
+
+
+class Call:
+    """One call of ``generate``, whose prompt is ``input_ids [B, n]``; the rest is what transformers prepared for it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        inputs: dict[str, object],
+        streamer: object | None = None,
+    ) -> None:
+        """``inputs``: the stock ``cache``, the ``position_ids`` of all tokens in and behind it, their mask."""
+        self.model, self.config, self.streamer = model, config, streamer
+        self.stock: DynamicCache = inputs["cache"]
+        self.positions = inputs["position_ids"].expand(len(input_ids), -1)
+        self.mask: torch.Tensor | None = inputs.get("attention_mask")
+        visible = torch.ones_like(self.positions) if self.mask is None else self.mask
+        padded = any(hasattr(c, "eos_token_id") for c in criteria)
+        limit = criteria.max_length or config.max_length
+        self.rows = Rows(
+            input_ids, visible.bool(), limit, MAX_GAMMA + 1, int(config._pad_token_tensor) if padded else None
+        )
+        self.scores = Scores(self.rows.ids, processors, criteria)
+        returned = config.return_dict_in_generate
+        self.kept_scores = Kept(len(input_ids), bool(returned and config.output_scores))
+        self.kept_logits = Kept(len(input_ids), bool(returned and config.output_logits))
+        self.stats = [SequenceStats() for _ in input_ids]
+        self.cache = RowCache(model.config.num_hidden_layers)
+
+    def run(self, selector: Selector, gamma: int, rule: Greedy) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """All rounds, and what ``generate`` returns."""
+        self.reading, self.gamma, self.rule = Reading(selector, gamma, self.stats), gamma, rule
+        past = self.stock.get_seq_length()
+        try:
+            self._decide([[] for _ in self.stats], self._prefill()[:, None])
+            while self.rows.active:
+                proposals = self._propose()
+                self._decide(proposals, self._verify(max(map(len, proposals))))
+        except BaseException:
+            self._leave(past)
+            raise
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences, returned = self.rows.sequences(), self.config.return_dict_in_generate
+        if returned or getattr(self.stock, "_is_user_defined", False):
+            self._give_back(sequences)
+        if not returned:
+            return sequences
+        count = sequences.shape[1] - self.rows.prompt
+        scores, logits = self.kept_scores.until(count), self.kept_logits.until(count)
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, cache=self.stock)
+
+    def _leave(self, past: int) -> None:
+        """Give a user's cache back as it was found, for a call that failed."""
+        if self.cache.layers[0].is_initialized:
+            self.cache.give(self.stock, past)
+        else:
+            self.stock.crop(past - self.stock.get_seq_length())
+
+    # --- the prompt
+
+    def _prefill(self) -> torch.Tensor:
+        """Logits ``[B, V]`` after the prompt. Its last tokens go the drafts' way if a selection wants their queries."""
+        rows, past, width = self.rows, self.stock.get_seq_length(), self.rows.width
+        ids = rows.ids[:, : rows.prompt]
+        if width == rows.prompt:  # all ids were given, those in the cache included
+            ids = ids[:, past:]
+        heard = min(self.reading.queries, ids.shape[1])
+        size, logits = self.config.prefill_chunk_size or width, torch.empty(0)
+        for start in range(past, width - heard, size):
+            logits = self._stock_pass(ids[:, start - past :], start, min(start + size, width - heard))
+        self.cache.take(self.stock)
+        if heard:
+            columns = torch.arange(width - heard, width, device=ids.device).expand(len(rows), -1)
+            logits = self._pass(columns, ids[:, -heard:], self.positions[:, -heard:])[:, -1]
+            for row, shown in enumerate(rows.visible[:, -heard:]):  # some of them may be padding
+                self._observe(row, self.queries[:, row][:, :, shown.to(self.queries.device)], len(rows.front[row]))
+        return logits
+
+    def _stock_pass(self, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Logits ``[B, V]`` behind the columns ``[start, stop)``, the first of ``ids``, as ``generate`` fills them."""
+        mask = None if self.mask is None else self.mask[:, :stop]
+        fed = {
+            "input_ids": ids[:, : stop - start],
+            "position_ids": self.positions[:, start:stop],
+            "attention_mask": mask,
+        }
+        fed = {name: None if x is None else x.to(self.model.device) for name, x in fed.items()}
+        few = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        return self.model(**fed, cache=self.stock, use_cache=True, **few).logits[:, -1]
+
+    # --- a round
+
+    def _propose(self) -> list[list[int]]:
+        """The ids drafted for each row, none for those that have ended; they are written behind the rows' own."""
+        rows, active = self.rows, self.rows.active
+        count = min(self.gamma, max(rows.limit - rows.lengths[b] for b in active) - 1)
+        proposals: list[list[int]] = [[] for _ in self.stats]
+        if count < 1:
+            return proposals
+        cache, mask = self._view()
+        self.rule.begin()
+        for step in range(count):
+            if mask is not None and step:
+                mask = torch.cat([mask, mask.new_ones(len(rows), 1, 1)], dim=2)
+            at = rows.newest(1) + step
+            logits = forward(self.model, rows.ids.gather(1, at), self._rotary(at), cache, Pass(mask))
+            places = [(b, rows.lengths[b] + step) for b in active]
+            scores = self.scores.processed(self._float(logits[active, -1]), places)
+            drawn = self.rule.propose(scores, active, self._rotary(at + 1)[active, 0])
+            for row, token in zip(active, drawn, strict=True):
+                proposals[row].append(token)
+            rows.write(proposals)
+        return proposals
+
+    def _view(self) -> tuple[DynamicCache, torch.Tensor | None]:
+        """Copies of what each row's draft reads, and which of them each sees; rows that read less are padded."""
+        chosen = []
+        for row in range(len(self.rows)):
+            columns = self.rows.columns(row)
+            keys = Keys(lambda layer, b=row, c=columns: self.cache.layers[layer].keys[b][:, c].transpose(0, 1))
+            chosen.append(columns[self.reading.tokens(row, len(columns), keys)])
+        width = max(x.shape[2] for x in chosen)
+        missing = torch.tensor([width - x.shape[2] for x in chosen])
+        padded = torch.stack([pad(x, (width - x.shape[2], 0)) for x in chosen], dim=1)
+        mask = torch.arange(width + 1) >= missing[:, None, None]
+        return self.cache.copies(padded.expand(len(self.cache.layers), -1, -1, -1)), mask if missing.any() else None
+
+    def _verify(self, drafted: int) -> torch.Tensor:
+        """Logits ``[B, drafted + 1, V]`` after each row's newest token and those drafted behind it."""
+        at = self.rows.newest(drafted + 1)
+        return self._pass(at + self.rows.width - self.rows.prompt, self.rows.ids.gather(1, at), self._rotary(at))
+
+    def _pass(self, columns: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, n, V]`` of tokens that go to ``columns [B, n]``; their queries are noted if they are wanted."""
+        note = Pass(self.rows.sees(columns), keep_queries=self.reading.queries > 0)
+        logits = forward(self.model, ids, positions, self.cache.at(columns), note)
+        if note.queries:
+            self.queries = torch.stack([q.to(logits.device) for q in note.queries])
+        return logits
+
+    def _decide(self, proposals: list[list[int]], logits: torch.Tensor) -> None:
+        """Take what stands of the proposals and one token more. ``logits [B, n, V]``: after each of them."""
+        rows, active = self.rows, self.rows.active
+        own = [len(proposals[b]) + 1 for b in active]
+        places = [(b, rows.lengths[b] + i) for b, count in zip(active, own, strict=True) for i in range(count)]
+        flat = self._float(torch.cat([logits[b, :count] for b, count in zip(active, own, strict=True)]))
+        scores = self.scores.processed(flat.clone() if self.kept_logits.wanted else flat, places)
+        next_at = self._rotary(rows.newest(1) + 1)[active, 0]
+        verdict = self.rule.verify(scores, [proposals[b] for b in active], active, next_at)
+        tokens: list[list[int]] = [[] for _ in self.stats]
+        for b, new, part, raw in zip(active, verdict.tokens, scores.split(own), flat.split(own), strict=True):
+            tokens[b] = new
+            self.kept_scores.add(b, part[: len(new)])
+            self.kept_logits.add(b, raw[: len(new)])
+        before, cached = list(rows.lengths), [rows.cached(b) for b in active]
+        self.kept_logits.cut(rows.extend(tokens, self.scores, self.kept_scores))
+        for b, start, accepted in zip(active, cached, verdict.accepted, strict=True):
+            if proposals[b]:
+                self.stats[b].count(len(proposals[b]), accepted, rows.lengths[b] - before[b])
+                if self.reading.queries:
+                    self._observe(b, self.queries[:, b, :, : accepted + 1], start + accepted + 1)
+        if self.streamer is not None:
+            for token in tokens[0][: rows.lengths[0] - before[0]]:
+                self.streamer.put(torch.tensor([token]))
+
+    def _observe(self, row: int, queries: torch.Tensor, stop: int) -> None:
+        """``queries [L, H, n, D]`` of a row's last tokens up to its ``stop``-th."""
+        if queries.shape[2]:
+            self.reading.observe(row, Seen(stop - queries.shape[2], queries.transpose(1, 2).float()))
+
+    # --- small things
+
+    def _rotary(self, at: torch.Tensor) -> torch.Tensor:
+        """Positions ``[B, n]`` of tokens that lie at ``at [B, n]`` in ``ids``, behind the prompt or its last one."""
+        return self.positions[:, -1:] + 1 + (at - self.rows.prompt)
+
+    def _float(self, logits: torch.Tensor) -> torch.Tensor:
+        """As ``generate`` hands them to processors: a copy in float32, where the ids are."""
+        return logits.to(device=self.rows.ids.device, dtype=torch.float32, copy=True)
+
+    def _give_back(self, sequences: torch.Tensor) -> None:
+        """Leave the stock cache as ``generate`` does: all ids but the last, padding behind an end included."""
+        shift, stop = self.rows.width - self.rows.prompt, self.rows.width + sequences.shape[1] - self.rows.prompt - 1
+        for start in range(min(self.rows.lengths) - 1 + shift, stop, CHUNK):
+            columns = torch.arange(start, min(start + CHUNK, stop), device=sequences.device).expand(len(sequences), -1)
+            at = columns - shift
+            self._pass(columns, sequences.gather(1, at), self._rotary(at))
+        self.cache.give(self.stock, stop)
