@@ -22,7 +22,7 @@ from longdraft.checkpoint.folder import read_json
 from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.models.weights import fingerprint
-from longdraft.train.distill import Said
+from longdraft.train.distill import Said, Source
 from longdraft.train.files import save_tensors
 from longdraft.train.losses import Logits, Top, Whole
 from longdraft.train.teacher import Teacher
@@ -128,13 +128,14 @@ def _said(ids: torch.Tensor, key: Key, teacher: Teacher, logits: Logits) -> dict
 class Shards:
     """A ``Source`` that reads what was written; nothing is held in memory but where each text is."""
 
-    def __init__(self, folder: Path, key: Key, logits: Logits) -> None:
-        """``logits``: the target's norm and head, for shards that keep all of a distribution.
+    def __init__(self, folder: Path, key: Key, logits: Logits, otherwise: Source | None = None) -> None:
+        """``logits``: the target's norm and head, for shards that keep all of a distribution. ``otherwise`` is asked of
+        texts that are not there, as held-out ones.
 
         Raises ``ModelFileError`` for shards of something else, incomplete or damaged ones.
         """
         key.check(folder)
-        self.key, self._logits = key, logits
+        self.key, self._logits, self._otherwise = key, logits, otherwise
         self._files, self._where = [], {}
         texts = hashlib.sha256()
         while (file := _file(folder, len(self._files))).exists():
@@ -151,7 +152,9 @@ class Shards:
             raise ModelFileError(folder, f"only {len(self._where)} texts are there", fix="Write the shards to the end.")
 
     def of(self, ids: torch.Tensor) -> Said:
-        """See ``Source``. Raises ``InvalidValueError`` for a text that is not there."""
+        """See ``Source``. Raises ``InvalidValueError`` for a text that is not there, if nobody else is to be asked."""
+        if self._otherwise is not None and any(_bytes(text) not in self._where for text in ids):
+            return self._otherwise.of(ids)
         rows = [self._row(text) for text in ids]
         parts = {name: torch.stack([row[name] for row in rows]).to(ids.device) for name in rows[0]}
         residuals = parts["residuals"].transpose(0, 1).float()

@@ -340,6 +340,9 @@ def test_shards_of_something_else_are_refused_by_name(world, tmp_path):
             write_shards(tmp_path, made, TEXTS, world.teacher, world.draft.logits)
     with pytest.raises(InvalidValueError, match="one of those the shards were made of"):
         Shards(tmp_path, key(world), world.draft.logits).of(texts(1, 12, seed=8))
+    asking = Shards(tmp_path, key(world), world.draft.logits, otherwise=world.live)
+    assert isinstance(asking.of(texts(1, 12, seed=8)).targets, Whole)
+    assert isinstance(asking.of(TEXTS).targets, Top)
     (tmp_path / "shard-00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(ModelFileError, match="Delete it"):
         Shards(tmp_path, key(world), world.draft.logits)
