@@ -284,6 +284,14 @@ def test_shards_of_the_largest_entries_bound_what_the_target_says(world, tmp_pat
         world.objective(DistillConfig(temperature=0.5), shards).loss(TEXTS)
 
 
+def test_a_file_that_was_not_finished_is_not_there(world, tmp_path, monkeypatch):
+    """Killed when all is written, but nothing says yet that it is."""
+    monkeypatch.setattr("longdraft.train.files.os.replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(world, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_writing_goes_on_where_it_was_killed(world, tmp_path):
     """Whole files stay, half ones do not count, and in the end all is as if nothing had happened."""
 
