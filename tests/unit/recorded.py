@@ -51,8 +51,8 @@ class Recorded:
         return self.wakes.get(config, 0.0) * length / 1e6
 
 
-# Two cores of an EPYC, SmolLM2-135M in bfloat16 (docs/performance.md): 8 x 7,000 take 46 ms, to verify four 58 ms; a
-# draft pass takes 13 ms, with 8-bit weights 10 ms.
+# Two cores of an EPYC, SmolLM2-135M in bfloat16, before the attention kernel of docs/performance.md: 8 x 7,000 take
+# 46 ms, to verify four 58 ms; a draft pass takes 13 ms, with 8-bit weights 10 ms.
 EPYC = Recorded(
     linear={1: 7.0, 8: 8.0, 16: 10.5, 32: 16.0, 64: 28.0, 144: 60.0},
     read=0.66,
