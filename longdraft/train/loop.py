@@ -186,8 +186,11 @@ def _finite(value: float | None) -> float | None:
 def _deterministic() -> Iterator[None]:
     """Sums of gradients in a fixed order: some of torch's are otherwise not, with several threads."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a help in finding errors, and a pass over all memory
     try:
         yield
     finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before, warn_only=warned)
