@@ -101,7 +101,7 @@ def test_a_draft_that_reads_all_is_always_right(draft):
 
 def test_any_number_of_tokens_any_budget():
     for count in (1, 2, 5):
-        for budget in (1, 3, 9):
+        for budget in (1, 9):
             draft = drafting("snapkv" if count == 5 else "streaming_llm", budget=budget, sinks=1)
             want, got = both(model_of(), prompts(), draft, max_new_tokens=count, do_sample=False)
             assert torch.equal(want, got)
@@ -139,6 +139,7 @@ def test_processors_see_what_they_see_in_generate(options):
         assert len(want[name]) == len(got[name])
         for i, (a, b) in enumerate(zip(want[name], got[name], strict=True)):
             torch.testing.assert_close(b[going], a[going], rtol=0, atol=1e-6)
+            assert not b[~going].any()
             going &= ~torch.isin(want.sequences[:, 40 + i], torch.tensor(eos))
 
 
@@ -214,7 +215,7 @@ def test_a_streamer_gets_every_token_once_and_the_end():
     options = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
     options["eos_token_id"] = some_eos(model, prompts(1), 9)[:1]
     model.generate(**options, streamer=heard[0])
-    model.generate(**options, streamer=heard[1], custom_generate=drafting())
+    model.generate(**options, streamer=heard[1], custom_generate=drafting("full", gamma=7))  # ends inside a block
     assert heard[0].tokens == heard[1].tokens and heard[1].ended
 
 
@@ -312,16 +313,16 @@ def law_of_three(model, ids):
     ("rule", "right"), [(rules.Coupled, True), (rules.Maximal, True), (AcceptsAll, False), (NoResidual, False)]
 )
 def test_the_law_of_sampled_text(rule, right, monkeypatch):
-    """Three tokens of 1,000 texts against their exact law; the first of them is plain, two are drafted and judged."""
+    """Three tokens of 800 texts against their exact law; the first of them is plain, two are drafted and judged."""
     model = model_of(vocab_size=5, num_hidden_layers=1, bos_token_id=None, seed=3)
     monkeypatch.setattr(inside, "Maximal", rule)
     ids = torch.tensor([[3, 1, 4, 1, 2, 3, 0, 2, 4, 3, 1, 2]])
     torch.manual_seed(1)
-    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "num_return_sequences": 1000}
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, "num_return_sequences": 800}
     draft = drafting(budget=3, sinks=1, gamma=2, sampling_rule="maximal")
-    new = model.generate(ids, attention_mask=torch.ones_like(ids), **options, custom_generate=draft)[:, 12:]
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), **options, custom_generate=draft)[:, 12:15]
     counts = torch.bincount(new @ torch.tensor([25, 5, 1]), minlength=125).double()
-    expected = 1000 * law_of_three(model, ids)
+    expected = 800 * law_of_three(model, ids)
     big = expected >= 10
     pooled = [torch.cat([x[big], x[~big].sum()[None]]) for x in (counts, expected)]
     p = chisquare(*pooled).pvalue
