@@ -21,6 +21,7 @@ from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.llm import LLM
 
 ROWS = 3  # side by side for each prompt: what is filled, a draft's row, and a run of that
+CHUNK = 128  # prompt tokens per step that a bench's engine needs: every draft takes in one to two such steps for itself
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def acceptance(
     ] = [BASELINE],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
+    refresh: drafting.Refreshes = None,
     gamma: Annotated[list[int], typer.Option(help="Most tokens proposed per pass. Repeatable.")] = [3],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="0 is greedy. Repeatable.")] = [0.0, 1.0],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Prompts per cell.")] = 32,
@@ -57,9 +58,10 @@ def acceptance(
     exactness tier promises equality. Ctrl-C prints what is measured so far.
     """
     from longdraft.bench import interval
-    from longdraft.bench.acceptance import ROWS, AcceptancePlan
+    from longdraft.bench.acceptance import CHUNK, ROWS, AcceptancePlan
+    from longdraft.config import EngineConfig
 
-    arms = make_arms(draft, budget, [max(gamma)], kv)
+    arms = make_arms(draft, budget, [max(gamma)], kv, refresh)
     if baseline is None and BASELINE in [arm.name for arm in arms]:
         baseline = BASELINE
     sizes = {"prompts": prompts, "positions": positions, "after": after, "batch": batch}
@@ -68,13 +70,15 @@ def acceptance(
     plan = AcceptancePlan(*cells, **sizes, baseline=baseline, seed=seed)
     options.check_outputs(json, plot)
     interval([1.0, 1.0])  # says now if scipy is missing
+    own = own_model(arms)
     llm = options.make_llm(
         model,
-        draft=own_model(arms),
+        draft=own,
         dtype=dtype,
         kv_dtype=kv_dtype,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         max_num_seqs=ROWS * min(batch, prompts),
+        max_num_batched_tokens=EngineConfig.max_num_batched_tokens if own else CHUNK,  # SPIRe's window may be longer
         device=device,
         download=download,
     )

@@ -73,6 +73,7 @@ def test_one_that_is_always_right_and_one_that_never_is(llm, task):
     results = measure(llm, plan_of(FULL, Arm("wrong", slot("wrong")), tasks=(task,), baseline="full"))
     assert [r.cells[0].temperature for r in results] == [0, 1]
     for result in results:
+        both = ("overlap", "coupled_overlap") if result.cells[0].temperature else ()
         assert [(c.draft, c.gamma) for c in result.cells] == [(d, g) for d in ("full", "wrong") for g in (1, 3)]
         for cell in result.cells:
             right = cell.draft == "full"
@@ -89,7 +90,7 @@ def test_one_that_is_always_right_and_one_that_never_is(llm, task):
             ("captured_mass", None): pytest.approx(0),
             ("tokens_per_verify", 1): -1,
             ("tokens_per_verify", 3): -3,
-            **({("overlap", None): pytest.approx(-1, abs=0.5)} if result.cells[0].temperature else {}),
+            **{(name, None): pytest.approx(-1, abs=0.5) for name in both},
         }
 
 
