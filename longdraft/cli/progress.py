@@ -49,7 +49,11 @@ class Progress:
         """Set a bar. ``seconds`` is the time spent on it, where that is not the time since its first update."""
         now = time.monotonic()
         spent = now - self._started.setdefault(name, now) if seconds is None else seconds
-        speed = f", {done / spent:,.0f} /s, {(total - done) * spent / done:,.0f} s left" if spent > 0 and done else ""
+        speed = ""
+        if spent > 0 and done:
+            rate = done / spent
+            speed = f", {rate:,.0f} /s" if rate >= 1 else f", {1 / rate:,.0f} s each"
+            speed += f", {(total - done) / rate:,.0f} s left"
         if not self._live:
             if now - self._printed.setdefault(name, now) > PLAIN_EVERY_S:
                 self._printed[name] = now
