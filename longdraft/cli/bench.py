@@ -121,7 +121,7 @@ def _refreshed(arms: tuple[Arm, ...], refreshes: tuple[str, ...]) -> Iterator[Ar
     values = {text: drafting.parse_refresh(text, [arm.draft for arm in arms]) for text in refreshes}
     for arm in arms:
         if arm.config and watches(arm.config):
-            yield from (Arm(f"{arm.name} refresh {n}", replace(arm.config, refresh=v)) for n, v in values.items())
+            yield from (Arm(f"{arm.name} (refresh {n})", replace(arm.config, refresh=v)) for n, v in values.items())
         else:
             yield arm
 

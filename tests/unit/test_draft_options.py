@@ -61,8 +61,8 @@ def test_several_drafts(run, verb):
     arms = run(verb, *names, "--refresh", "never", "--refresh", "4", "--refresh", "never")
     assert [(arm.name, arm.draft.kv, arm.draft.refresh) for arm in arms] == [
         ("streaming_llm", "streaming_llm", None),
-        ("topk+quant8 refresh never", "topk+quant8", 0),
-        ("topk+quant8 refresh 4", "topk+quant8", 4),
+        ("topk+quant8 (refresh never)", "topk+quant8", 0),
+        ("topk+quant8 (refresh 4)", "topk+quant8", 4),
     ]
     assert [arm.name for arm in run(verb, *names)] == ["streaming_llm", "topk+quant8"]
 
