@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vPX*"
 APART = 0.04  # between neighbouring drafts' points, in octaves or positions, so that none hides another
+MARGIN = 0.02  # of acceptance, so that no marker is cut
 PANEL = 3.9, 3.1  # inches
 
 Panel = tuple[str, float, int]  # task, temperature, tokens before the first position
@@ -146,6 +147,8 @@ def _picture(view: View, style: dict[str, dict[str, str]], file: Path, title: st
             handles.setdefault(name, handle)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
+    lowest = min((point.low for cell in view.cells for point in view.points(cell)), default=0.0)
+    grid[0][0].set_ylim(lowest - MARGIN, 1 + MARGIN)  # they share it
     for axes in grid[:, 0]:
         axes.set_ylabel("acceptance")
     for axes in grid.flat[len(panels) - columns : len(panels)]:  # nothing lies below them
@@ -187,7 +190,6 @@ def _draw(axes: Axes, view: View, cells: Cells, style: dict[str, dict[str, str]]
             **how,
         )
     axes.grid(alpha=0.3)
-    axes.set_ylim(top=1.02)
     ticks = view.ticks
     if view.octaves:
         axes.set_xscale("log", base=2)
