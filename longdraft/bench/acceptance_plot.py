@@ -131,9 +131,7 @@ def _places(cell: AcceptanceCell) -> Iterator[_Point]:
 
 
 def _picture(view: View, style: dict[str, dict[str, str]], file: Path, title: str) -> Path:
-    panels: dict[Panel, Cells] = {}
-    for cell in view.cells:
-        panels.setdefault(_panel(cell), []).append(cell)
+    panels = _panels(view)
     columns = math.ceil(math.sqrt(len(panels)))
     rows = math.ceil(len(panels) / columns)
     size = PANEL[0] * max(columns, 1.5), PANEL[1] * rows + 0.9
@@ -161,6 +159,15 @@ def _picture(view: View, style: dict[str, dict[str, str]], file: Path, title: st
     target = file.with_name(f"{file.stem}-{view.name}.png")
     figure.savefig(target, dpi=110)
     return target
+
+
+def _panels(view: View) -> dict[Panel, Cells]:
+    """Those that are more than a point per draft, if there are any."""
+    panels: dict[Panel, Cells] = {}
+    for cell in view.cells:
+        panels.setdefault(_panel(cell), []).append(cell)
+    lines = {panel: some for panel, some in panels.items() if len({p.x for c in some for p in view.points(c)}) > 1}
+    return lines or panels
 
 
 def _named(panel: Panel) -> str:
