@@ -95,6 +95,7 @@ class DraftConfig:
         who = PurePath(self.weights).name if self.own_model else self.weights.partition("@")[2]
         who = who if self.layers == "all" else f"{who} layers {self.layers}".strip()
         read = self.kv if self.selection == "full" else f"{self.kv}, budget {self.budget}"
+        read += "" if self.refresh is None else f", refresh {self.refresh}"
         return f"{who} over {read}" if who else read
 
     @property

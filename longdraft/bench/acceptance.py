@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -19,8 +20,10 @@ from longdraft.bench.turns import OnProgress, require_pages
 from longdraft.config import MAX_SEED, as_int
 from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.llm import LLM
+from longdraft.sampling_params import SamplingParams
 
 ROWS = 3  # side by side for each prompt: what is filled, a draft's row, and a run of that
+CHUNK = 128  # prompt tokens per step that a bench's engine needs: every draft takes in one to two such steps for itself
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,12 @@ class AcceptancePlan:
         as_int("batch", self.batch, 1, 4096)
         as_int("mass_positions", self.mass_positions, 0, 2**20)
         as_int("seed", self.seed, 0, MAX_SEED - self.prompts)
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
         names = list(dict.fromkeys(arm.name for arm in self.arms))
         if not self.arms or any(arm.config is None for arm in self.arms):
-            raise InvalidValueError("arms", names, "must be drafts, at least one")
+            fix = "Name those that auto would choose from."
+            raise InvalidValueError("--draft", names, "must be at least one draft, and always the same one each", fix)
         if self.baseline is not None and self.baseline not in names:
             raise InvalidValueError("--baseline", self.baseline, f"must be one of the drafts ({', '.join(names)})")
 
@@ -79,23 +85,36 @@ def measure(
         raise InvalidValueError("unfinished requests", llm.engine.num_unfinished, "must be 0 while drafts are measured")
     for arm in plan.arms:
         llm.engine.runner.check(arm.draft)
+    for context in plan.contexts:
+        check_length(llm, context, plan.setting(0).life(Prompt([], [])))  # before there are prompts of that length
     for task, context in product(plan.tasks, plan.contexts):
         check_room(llm, plan, context, make_prompts(llm, task, plan.prompts, context, plan.seed))
     report = on_progress or (lambda name, done, total, unit: None)
-    for task, context, temperature in product(plan.tasks, plan.contexts, plan.temperatures):
-        _Trial(llm, plan, task, context, temperature).run(on_result, report)
+    settings = list(product(plan.tasks, plan.contexts, plan.temperatures))
+    for number, (task, context, temperature) in enumerate(settings, 1):
+        name = f"{number} of {len(settings)}: {task} {context} T{temperature:g}"
+        _Trial(llm, plan, task, context, temperature).run(on_result, partial(_named, report, name))
+
+
+def _named(report: OnProgress, setting: str, name: str, done: int, total: int, unit: str) -> None:
+    report(f"{setting}{name}", done, total, unit)
 
 
 def check_room(llm: LLM, plan: AcceptancePlan, context: int, prompts: Sequence[Prompt]) -> None:
     """Refuse a context at which the rows of a group do not fit side by side."""
     life, config = max(plan.setting(0).life(p) for p in prompts), llm.engine.config
-    limit = config.max_tokens_per_request - life
-    if context > limit:
-        raise ContextLengthError("context", context, f"must be at most {limit}, to leave room for {life} new tokens")
+    check_length(llm, context, life)
     batch = min(plan.batch, plan.prompts)
     require_pages(llm, batch, context, ROWS, life + min(context, own_tokens(llm)))
     if ROWS * batch > config.max_num_seqs:
         raise InvalidValueError("max_num_seqs", config.max_num_seqs, f"must be at least {ROWS * batch} for these cells")
+
+
+def check_length(llm: LLM, context: int, life: int) -> None:
+    """``ContextLengthError`` unless ``life`` new tokens fit behind a prompt of ``context``."""
+    limit = llm.engine.config.max_tokens_per_request - life
+    if context > limit:
+        raise ContextLengthError("--context", context, f"must be at most {limit}, to leave room for {life} new tokens")
 
 
 class _Trial:
@@ -127,12 +146,12 @@ class _Trial:
 
     def _examine(self, examined: Examination, report: OnProgress) -> None:
         """A group becomes part of the result when all drafts have had their turn: they are compared on equal terms."""
-        name, found = f"{self.task} {self.context} T{self.temperature:g}", {}
-        examined.prepare(f"fill {self.context}", report)
+        found: dict[Arm, Sample] = {}
+        examined.prepare(f", fill from prompt {examined.first + 1}", report)
         for arm in self.arms:
             found[arm] = examined.sample(arm)
             done = examined.first * len(self.arms) + len(examined.prompts) * len(found)
-            report(name, done, self.plan.prompts * len(self.arms), "prompts x drafts")
+            report("", done, self.plan.prompts * len(self.arms), "prompts x drafts")
         self.groups.append(found)
         for prompt, ids in zip(examined.prompts, examined.truth, strict=True):
             output = ids[len(prompt.ids) + len(prompt.then) :]

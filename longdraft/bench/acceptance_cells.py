@@ -58,7 +58,7 @@ class AcceptanceCell:
 class Difference:
     """A draft's figure less the baseline's on the same prompts.
 
-    ``measure`` is acceptance, overlap, captured_mass, or tokens_per_verify, which alone has a γ.
+    ``measure`` is acceptance, overlap, coupled_overlap, captured_mass, or tokens_per_verify, which alone has a γ.
     """
 
     task: str
@@ -155,7 +155,7 @@ def make_cell(ground: Ground, arm: Arm, n: int, sample: Sample, read: int, held:
 def differences(ground: Ground, samples: Mapping[Arm, Sample], baseline: str | None) -> Iterator[Difference]:
     """Every draft against the baseline of the same budget, or of every budget where one of the two has none."""
     bases = [arm for arm in samples if arm.name == baseline]
-    measures = [(name, None, 0) for name in ("acceptance", "overlap", "captured_mass")]
+    measures = [(name, None, 0) for name in ("acceptance", "overlap", "coupled_overlap", "captured_mass")]
     measures += [("tokens_per_verify", gamma, n) for n, gamma in enumerate(ground.gammas)]
     for arm, base in product(samples, bases):
         if arm.name == baseline or (None not in (arm.budget, base.budget) and arm.budget != base.budget):

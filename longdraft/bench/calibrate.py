@@ -18,11 +18,12 @@ import psutil
 import torch
 
 from longdraft.bench.calibrate_fit import fit_curves, fit_roofline, predict, spread
-from longdraft.bench.calibrate_points import Grid, Measured, Point, watches
+from longdraft.bench.calibrate_points import Grid, Measured, Point
 from longdraft.bench.calibrate_rows import LEAST_S, SyntheticRows, Timed, fitting
 from longdraft.bench.machine import Load, disturbed, foreign_s
 from longdraft.bench.turns import OnProgress
 from longdraft.config import DraftConfig
+from longdraft.drafts.registry import watches
 from longdraft.errors import BusyMachineError, InvalidValueError
 from longdraft.llm import LLM
 from longdraft.planner.calibration import Calibration, Errors, setting

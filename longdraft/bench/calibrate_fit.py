@@ -12,7 +12,8 @@ from statistics import median
 import numpy as np
 
 from longdraft.bench import INSTALL
-from longdraft.bench.calibrate_points import Measured, Point, watches
+from longdraft.bench.calibrate_points import Measured, Point
+from longdraft.drafts.registry import watches
 from longdraft.errors import MissingDependencyError
 from longdraft.planner.assumed import given
 from longdraft.planner.candidates import Target, candidate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from longdraft.config import DraftConfig, as_int
-from longdraft.drafts.registry import selector
+from longdraft.drafts.registry import watches
 from longdraft.errors import ContextLengthError
 
 ROOM = 64  # tokens behind a row's context, for what is timed
@@ -133,11 +133,6 @@ def make_grid(batches: Sequence[int], contexts: Sequence[int], budgets: Sequence
 def bounded(draft: DraftConfig) -> bool:
     """Whether the draft reads a budget of tokens."""
     return draft.weights != "ngram" and draft.kv != "full"
-
-
-def watches(draft: DraftConfig) -> bool:
-    """Whether passes of the target have to tell the draft something."""
-    return draft.weights != "ngram" and hasattr(selector(draft), "needs")
 
 
 def _even(batch: int, context: int, size: int, draft: DraftConfig | None = None, noted: bool = False) -> Point:

@@ -12,12 +12,13 @@ from itertools import count
 
 import torch
 
-from longdraft.bench.calibrate_points import ROOM, Point, watches
+from longdraft.bench.calibrate_points import ROOM, Point
 from longdraft.bench.turns import OnProgress
 from longdraft.config import DraftConfig
 from longdraft.core import Batch, Row, Status
 from longdraft.core import Sequence as EngineSequence
 from longdraft.drafts.base import Draft, DraftRow
+from longdraft.drafts.registry import watches
 from longdraft.engine.decide import decide
 from longdraft.errors import KVCapacityError, LongDraftError
 from longdraft.llm import LLM

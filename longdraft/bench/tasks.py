@@ -63,10 +63,15 @@ def make_prompts(llm: LLM, task: str, count: int, context: int, seed: int = 0) -
         return [Prompt(ids, []) for ids in windows(llm, count, context)]
     if task == "code":
         return [Prompt(ids, []) for ids in code_windows(tokenizer, count, context, seed)]
-    if task not in TASKS:
-        raise InvalidValueError("--task", task, f"must be one of {', '.join(TASKS)}")
+    check_task(task)
     kind, _, form = task.partition("-")
     return [_retrieval(tokenizer, kind, form, context, random.Random(f"{seed} {kind} {n}")) for n in range(count)]  # noqa: S311
+
+
+def check_task(task: str) -> None:
+    """``InvalidValueError`` unless there is such a task."""
+    if task not in TASKS:
+        raise InvalidValueError("--task", task, f"must be one of {', '.join(TASKS)}")
 
 
 def _retrieval(tokenizer: Tokenizer, kind: str, form: str, context: int, chance: random.Random) -> Prompt:

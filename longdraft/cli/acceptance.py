@@ -32,6 +32,7 @@ def acceptance(
     ] = [BASELINE],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
+    refresh: drafting.Refreshes = None,
     gamma: Annotated[list[int], typer.Option(help="Most tokens proposed per pass. Repeatable.")] = [3],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="0 is greedy. Repeatable.")] = [0.0, 1.0],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Prompts per cell.")] = 32,
@@ -48,7 +49,19 @@ def acceptance(
     kv_cache_memory_bytes: options.KVMemory = None,
     device: options.Device = "auto",
     json: options.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="NAME.png",
+            help="Draw NAME-budget.png, NAME-context.png (where there are several), NAME-position.png.",
+        ),
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Show and draw what --json wrote, and measure nothing. Repeatable."
+        ),
+    ] = None,
     download: options.Download = False,
 ) -> None:
     """Measure how often each draft's proposals stand; the protocol is in docs/acceptance.md.
@@ -56,25 +69,35 @@ def acceptance(
     The last line of stdout is one JSON object. Exit status 1 if an output differs from plain decoding's where the
     exactness tier promises equality. Ctrl-C prints what is measured so far.
     """
+    if earlier:
+        options.check_outputs(json, plot)
+        _show_earlier(earlier, json, plot)
+        return
     from longdraft.bench import interval
-    from longdraft.bench.acceptance import ROWS, AcceptancePlan
+    from longdraft.bench.acceptance import CHUNK, ROWS, AcceptancePlan
+    from longdraft.bench.tasks import check_task
+    from longdraft.config import EngineConfig
 
-    arms = make_arms(draft, budget, [max(gamma)], kv)
+    arms = make_arms(draft, budget, [max(gamma)], kv, refresh)
     if baseline is None and BASELINE in [arm.name for arm in arms]:
         baseline = BASELINE
     sizes = {"prompts": prompts, "positions": positions, "after": after, "batch": batch}
     sizes["mass_positions"] = mass_positions
+    for name in task:
+        check_task(name)
     cells = (unique(task), unique(context), arms, unique(gamma), unique(temperature))
     plan = AcceptancePlan(*cells, **sizes, baseline=baseline, seed=seed)
     options.check_outputs(json, plot)
     interval([1.0, 1.0])  # says now if scipy is missing
+    own = own_model(arms)
     llm = options.make_llm(
         model,
-        draft=own_model(arms),
+        draft=own,
         dtype=dtype,
         kv_dtype=kv_dtype,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         max_num_seqs=ROWS * min(batch, prompts),
+        max_num_batched_tokens=EngineConfig.max_num_batched_tokens if own else CHUNK,  # SPIRe's window may be longer
         device=device,
         download=download,
     )
@@ -85,7 +108,6 @@ def _run(llm: LLM, plan: AcceptancePlan, json: Path | None, plot: Path | None) -
     """Measure, show, write; the exit status."""
     from longdraft.bench.acceptance import measure
     from longdraft.bench.acceptance_cells import Result
-    from longdraft.bench.acceptance_plot import plot as draw
     from longdraft.bench.machine import describe_machine
     from longdraft.cli.progress import Progress
 
@@ -102,10 +124,32 @@ def _run(llm: LLM, plan: AcceptancePlan, json: Path | None, plot: Path | None) -
         status = INTERRUPTED
     about = describe_model(llm)
     show(tables(found, about))
-    if plot and found.cells:
-        draw(found.cells, plot, f"{about['name']}, {about['dtype']}")
+    _draw(found.cells, plot, about)
     write({"machine": describe_machine(None), "model": about, **found.report()}, json)
     return status if as_promised(llm, found.cells) else 1
+
+
+def _show_earlier(files: list[Path], json: Path | None, plot: Path | None) -> None:
+    """Tables of each file, pictures of all together; the JSON has the cells and differences of all."""
+    from longdraft.bench.acceptance_cells import Result
+    from longdraft.bench.acceptance_files import read_reports
+
+    reports = read_reports(files)
+    for report in reports:
+        show(tables(report.result, report.model))
+    every = Result([c for r in reports for c in r.result.cells], [d for r in reports for d in r.result.differences])
+    first = reports[0]
+    _draw(every.cells, plot, first.model)
+    write({"machine": first.machine, "model": first.model, **every.report()}, json)
+
+
+def _draw(cells: list[AcceptanceCell], plot: Path | None, about: dict[str, object]) -> None:
+    """Pictures, and on stderr where they are."""
+    from longdraft.bench.acceptance_plot import plot as draw
+
+    if plot and cells:
+        files = draw(cells, plot, f"{about['name']}, {about['dtype']}")
+        typer.echo(f"drawn: {', '.join(map(str, files))}", err=True)
 
 
 def tables(found: Result, about: dict[str, object]) -> Iterator[Table]:
@@ -149,7 +193,10 @@ def _figures(cells: list[AcceptanceCell], title: str) -> Table:
             "identical" if cell.identical else "DIFFERS",
         )
     answered = "" if one.answered is None else f", answered by plain decoding {one.answered:.0%}"
-    table.caption = f"{one.prompts} prompts x {one.positions} positions, repeated 8-grams {one.repeated_8gram:.0%}"
+    after = f" after {one.after} tokens" if one.after else ""
+    table.caption = (
+        f"{one.prompts} prompts x {one.positions} positions{after}, repeated 8-grams {one.repeated_8gram:.0%}"
+    )
     table.caption += answered
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -47,6 +48,7 @@ def decode(
     ] = ["streaming_llm"],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
+    refresh: drafting.Refreshes = None,
     gamma: Annotated[list[int], typer.Option(help="Most tokens proposed per pass. Repeatable.")] = [3],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="0 is greedy. Repeatable.")] = [0.0],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Rounds in which all arms take turns.")] = 8,
@@ -74,7 +76,7 @@ def decode(
     from longdraft.bench import Plan, interval
     from longdraft.bench.peers import PEERS
 
-    arms = make_arms(draft, budget, gamma, kv)
+    arms = make_arms(draft, budget, gamma, kv, refresh)
     sizes = {"rounds": rounds, "round_tokens": round_tokens, "assume_acceptance": assume_acceptance}
     plan = Plan(unique(batch), unique(context), arms, unique(temperature), **sizes)
     options.check_outputs(json, plot)
@@ -94,8 +96,13 @@ def decode(
     raise typer.Exit(_run(llm, plan, peer, peer_python, json, plot))
 
 
-def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str | None) -> tuple[Arm, ...]:
-    """Every draft with every budget and γ; a draft that has no budget once per γ."""
+def make_arms(
+    drafts: list[str], budgets: list[int], gammas: list[int], kv: str | None, refreshes: list[str] | None = None
+) -> tuple[Arm, ...]:
+    """Every draft with every budget and γ, and with every ``refresh`` if it chooses what it reads, which its name says.
+
+    A draft that has no budget is there once per γ.
+    """
     from longdraft.bench import Arm
 
     arms = {}
@@ -103,7 +110,20 @@ def make_arms(drafts: list[str], budgets: list[int], gammas: list[int], kv: str 
         config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
         arm = Arm(Path(name).name or name, config)
         arms.setdefault((name, arm.budget, arm.gamma), arm)
-    return tuple(arms.values())
+    found = tuple(arms.values())
+    return tuple(_refreshed(found, unique(refreshes))) if refreshes else found
+
+
+def _refreshed(arms: tuple[Arm, ...], refreshes: tuple[str, ...]) -> Iterator[Arm]:
+    from longdraft.bench import Arm
+    from longdraft.drafts.registry import watches
+
+    values = {text: drafting.parse_refresh(text, [arm.draft for arm in arms]) for text in refreshes}
+    for arm in arms:
+        if arm.config and watches(arm.config):
+            yield from (Arm(f"{arm.name} (refresh {n})", replace(arm.config, refresh=v)) for n, v in values.items())
+        else:
+            yield arm
 
 
 def unique(values: Iterable[T]) -> tuple[T, ...]:

@@ -29,7 +29,7 @@ GOOD = 0.10, 0.25  # errors of held-out points: median, worst
 def calibrate(
     model: options.Model = None,
     draft: Annotated[
-        list[str], typer.Option(help=f"Which drafts: {drafting.NAMES}. Repeatable. Left out: all but topk and full.")
+        list[str], typer.Option(help=f"Which drafts: {drafting.UNCODED}. Repeatable. Left out: all but topk and full.")
     ] = [],  # noqa: B006
     batch: Annotated[list[str], typer.Option(help="Rows decoded together: 1,4,16 or 1..64.")] = ["1,4,8,16"],  # noqa: B006
     context: Annotated[
@@ -96,8 +96,8 @@ def make_drafts(llm: LLM, names: list[str], default: tuple[str, ...]) -> list[Dr
 
     for name in names:
         if name not in NAMED:
-            limit = f"must be one of {drafting.NAMES}"
-            raise InvalidValueError("--draft", name, limit, "What a small model costs is not calibrated.")
+            limit = f"must be one of {drafting.UNCODED}"
+            raise InvalidValueError("--draft", name, limit, "What small models and formats cost is not calibrated.")
     possible = [name for name in default if name != "int8" or llm.model.fused]
     drafts = [NAMED[name] for name in names or possible]
     drafts += () if names else considered(llm.model.spec)  # what draft="auto" chooses from

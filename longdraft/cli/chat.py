@@ -51,6 +51,7 @@ def chat(
     draft: drafting.Name = drafting.DEFAULT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
+    refresh: drafting.Refresh = None,
     gamma: drafting.Gamma = 4,
     sampling_rule: drafting.Rule = "coupled",
     dtype: options.Dtype = "auto",
@@ -67,7 +68,7 @@ def chat(
     given |= {"repetition_penalty": repetition_penalty, "seed": seed}
     # So that a bad value is refused before a model is read.
     SamplingParams(**{name: value for name, value in given.items() if value is not None})
-    config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv)
+    config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv, refresh)
     require_chat_model(model, tokenizer, download)
     settings = {"dtype": dtype, "device": device, "max_model_len": max_model_len, "download": download}
     llm = options.make_llm(model, draft=config, tokenizer=tokenizer, **settings)

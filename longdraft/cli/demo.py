@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from longdraft.llm import LLM
 
 NOVEL = "austen_pride_and_prejudice"
+FALLBACK = "streaming_llm"  # drafts where 8-bit weights have no kernels
 
 
 def demo(
@@ -25,11 +26,12 @@ def demo(
         str | None,
         typer.Option(
             help=f"Who proposes tokens: {drafting.NAMES}, or a small model's path or name. Left out: int8 where the "
-            "native kernels run, else streaming_llm."
+            f"native kernels run, else {FALLBACK}."
         ),
     ] = None,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 256,
+    refresh: drafting.Refresh = None,
     gamma: drafting.Gamma = 3,
     sampling_rule: drafting.Rule = "coupled",
     dtype: options.Dtype = "auto",
@@ -53,11 +55,12 @@ def demo(
     from longdraft.sampling_params import SamplingParams
 
     console = Console(stderr=json)  # with --json, stdout is for the JSON alone
-    settings = (budget, gamma, sampling_rule, kv)
-    named = drafting.require_draft(drafting.draft_config(draft, *settings)) if draft else None
+    settings = (budget, gamma, sampling_rule, kv, refresh)
+    asked = drafting.require_draft(drafting.draft_config(draft or FALLBACK, *settings))  # before a model is read
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
-    llm = options.make_llm(model, draft=named, tokenizer=tokenizer, dtype=dtype, device=device, download=download)
-    config = named or drafting.draft_config("int8" if llm.model.fused else "streaming_llm", *settings)
+    named = {"draft": asked if draft else None, "tokenizer": tokenizer}
+    llm = options.make_llm(model, **named, dtype=dtype, device=device, download=download)
+    config = asked if draft or not llm.model.fused else drafting.draft_config("int8", *settings)
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
 DEFAULT = DEFAULT_DRAFT or "off"
+REFRESH: dict[str, int | str] = {"never": 0, "auto": "auto"}
+ROUNDS = re.compile("[1-9][0-9]{0,8}")
 LEAST_SHARE = 0.005  # of a choice that is shown
-NAMES = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram, full+quant8 and the like"
+UNCODED = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram"
+NAMES = f"{UNCODED}, full+quant8 and the like"
 Name = Annotated[
     str,
     typer.Option(
@@ -35,6 +39,12 @@ Kv = Annotated[
     ),
 ]
 Budget = Annotated[int, typer.Option(help="Tokens per KV head that the draft reads, sinks included; not with auto.")]
+_REFRESH = (
+    "When snapkv, topk, pages and verified choose anew what they read: after so many rounds, auto (when fewer of their "
+    "proposals stand), or never (but for a full budget). Left out: as is usual for them."
+)
+Refresh = Annotated[str | None, typer.Option("--refresh", metavar="ROUNDS", help=_REFRESH)]
+Refreshes = Annotated[list[str] | None, typer.Option("--refresh", metavar="ROUNDS", help=f"{_REFRESH} Repeatable.")]
 Gamma = Annotated[int, typer.Option(help="Most tokens proposed per verify pass; not with auto, which chooses.")]
 Rule = Annotated[
     str, typer.Option("--sampling-rule", help="coupled (equal output) or maximal (the target's exact law).")
@@ -42,9 +52,14 @@ Rule = Annotated[
 
 
 def draft_config(
-    name: str, budget: int, gamma: int, rule: str, kv: str | None = None
+    name: str, budget: int, gamma: int, rule: str, kv: str | None = None, refresh: str | None = None
 ) -> DraftConfig | AutoDraft | None:
     """The draft that the options describe; ``None`` for ``off``. Unknown names are refused."""
+    draft = _draft_config(name, budget, gamma, rule, kv)
+    return draft if refresh is None else replace(draft, refresh=parse_refresh(refresh, [draft]))
+
+
+def _draft_config(name: str, budget: int, gamma: int, rule: str, kv: str | None) -> DraftConfig | AutoDraft | None:
     if name == "off":
         return None
     if name == AutoDraft.label:
@@ -56,6 +71,22 @@ def draft_config(
 
     base = resolve_draft(name)
     return check(replace(base, kv=kv or base.kv, budget=budget, gamma=gamma, sampling_rule=rule))
+
+
+def parse_refresh(text: str, drafts: Iterable[DraftConfig | AutoDraft | None]) -> int | str:
+    """What ``--refresh`` says, as in ``DraftConfig``. ``InvalidValueError`` for what it cannot be, and if none of
+    ``drafts`` chooses what it reads.
+    """
+    from longdraft.drafts.registry import watches
+
+    if not any(isinstance(draft, DraftConfig) and watches(draft) for draft in drafts):
+        limit = "must be left out, as no draft here chooses what it reads by the text"
+        raise InvalidValueError("--refresh", text, limit, "Or take --draft snapkv, topk, pages or verified.")
+    if text in REFRESH:
+        return REFRESH[text]
+    if not ROUNDS.fullmatch(text):
+        raise InvalidValueError("--refresh", text, "must be never, auto, or a number of rounds from 1 to 999999999")
+    return int(text)
 
 
 def require_draft(draft: DraftConfig | AutoDraft | None) -> DraftConfig | AutoDraft:

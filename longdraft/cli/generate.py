@@ -46,6 +46,7 @@ def generate(
     draft: drafting.Name = drafting.DEFAULT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
+    refresh: drafting.Refresh = None,
     gamma: drafting.Gamma = 4,
     sampling_rule: drafting.Rule = "coupled",
     compare: Annotated[bool, typer.Option("--compare", help="Decode plainly and with the draft, and compare.")] = False,
@@ -63,7 +64,7 @@ def generate(
     """Complete prompts. Text goes to stdout; progress and figures go to stderr."""
     from longdraft.cli.progress import Progress, track
 
-    config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv)
+    config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv, refresh)
     if compare:
         drafting.require_draft(config)
         if n > 1:

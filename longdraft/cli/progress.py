@@ -50,7 +50,11 @@ class Progress:
         now = time.monotonic()
         since, before = self._started.setdefault(name, (now, done)) if seconds is None else (now - seconds, 0)
         spent, new = now - since, done - before
-        speed = f", {new / spent:,.0f} /s, {(total - done) * spent / new:,.0f} s left" if spent > 0 and new else ""
+        speed = ""
+        if spent > 0 and new > 0:
+            rate = new / spent
+            speed = f", {rate:,.0f} /s" if rate >= 1 else f", {1 / rate:,.0f} s each"
+            speed += f", {(total - done) / rate:,.0f} s left"
         if not self._live:
             if now - self._printed.setdefault(name, now) > PLAIN_EVERY_S:
                 self._printed[name] = now

@@ -25,6 +25,7 @@ def verify(
     draft_model: Annotated[str | None, typer.Option("--draft-model", help="A small model to check as a draft.")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts in tokens.")] = 400,
     budget: drafting.Budget = 128,
+    refresh: drafting.Refresh = None,
     gamma: drafting.Gamma = 3,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -37,8 +38,11 @@ def verify(
     from rich.console import Console
     from rich.table import Table
 
+    from longdraft.drafts.registry import NAMED
+
     if draft_model == AutoDraft.label:
         raise InvalidValueError("--draft-model", draft_model, "must be a model's path or name")
+    again = None if refresh is None else drafting.parse_refresh(refresh, NAMED.values())
     settings = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "download": download}
     llm = options.make_llm(model, draft=draft_model, **settings)
     table = Table(title=f"{llm.checkpoint.name}: {llm.exactness}", title_justify="left")
@@ -46,7 +50,7 @@ def verify(
         table.add_column(name)
     checks = []
     with Console(stderr=True).status("checking") as status:
-        for check in run_checks(llm, prompt_tokens, budget, gamma):
+        for check in run_checks(llm, prompt_tokens, budget, gamma, again):
             checks.append(check)
             status.update(f"checking: {check['name']} done")
             table.add_row(str(check["name"]), "yes" if check["passed"] else "NO", _shown(check["figure"]))
@@ -58,7 +62,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int) -> Iterator[Check]:
+def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int, refresh: int | str | None) -> Iterator[Check]:
     """The checks, one by one as they are done."""
     from longdraft.compare import compare
     from longdraft.drafts.registry import NAMED
@@ -73,7 +77,7 @@ def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int) -> Iterato
     for kv, named in drafts.items():
         if named.weights == "target@int8" and not llm.model.fused:
             continue  # it exists on the native kernels only
-        draft = replace(named, budget=budget, gamma=gamma)
+        draft = replace(named, budget=budget, gamma=gamma, refresh=refresh)
         for name, params in (("greedy", greedy), ("sampled", sampled)):
             result = compare(llm, prompts, params, draft)
             fast, wanted = result.speculative, len(prompts) * NEW_TOKENS

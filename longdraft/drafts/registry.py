@@ -154,6 +154,11 @@ def make(
     return SmallModel(own, reader, model.config.vocab_size)
 
 
+def watches(config: DraftConfig) -> bool:
+    """Whether such a draft chooses what it reads by what passes say of the text: ``refresh`` is about that."""
+    return config.weights != "ngram" and not isinstance(selector(config), ViewSelector)
+
+
 def selector(config: DraftConfig) -> Selector:
     """The selection by name, with those of the config's settings that it has and that are set."""
     kind = SELECTORS[config.selection]

@@ -114,7 +114,9 @@ def candidates(
     drafts = tuple(drafts) or (*SELF_DRAFTS[target.hardware.kind], *filter(None, [published_pair(target.name)]))
     found: dict[DraftConfig, Candidate] = {}
     for name in drafts:
-        configs = _variants(named(name) or DraftConfig(weights=name), budgets)
+        draft = named(name) or DraftConfig(weights=name)
+        _require_no_format(draft)
+        configs = _variants(draft, budgets)
         figures = {config: acceptance or assumed(config, target.name) for config in configs}
         if not any(figures.values()):
             fix = "Give one by --acceptance; longdraft bench decode measures it."
@@ -140,8 +142,7 @@ def prior(draft: DraftConfig, target: str) -> float:
 def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candidate:
     """``draft`` for ``target``; raises ``InvalidValueError`` or ``VocabularyMismatchError`` where it cannot be."""
     check(draft)
-    if draft.format:
-        raise InvalidValueError("kv", draft.kv, "must have no format in a plan: what decoding costs is not modelled")
+    _require_no_format(draft)
     if draft.weights == "ngram":
         return Candidate(draft, None, whole, acceptance)
     reads = selector(draft).tokens_read
@@ -158,6 +159,12 @@ def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candid
     held = num_parameters(target.config) * BYTES["int8"] if int8 else 0.0
     copies = kept_tokens(draft)[0] * target.network.kv_bytes_per_token
     return Candidate(draft, net, reads, acceptance, weight_bytes=held, kv_bytes_per_row=copies)
+
+
+def _require_no_format(draft: DraftConfig) -> None:
+    if draft.format:
+        limit = "must have no format in a plan: what decoding costs is not modelled"
+        raise InvalidValueError("kv", draft.kv, limit, f"Plan for {draft.selection!r}.")
 
 
 def _small(target: Target, draft: DraftConfig, reads: Reads, acceptance: Assumed) -> Candidate:

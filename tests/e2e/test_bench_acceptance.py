@@ -12,7 +12,8 @@ from longdraft.bench import Arm
 from longdraft.bench import acceptance as bench
 from longdraft.bench.acceptance import AcceptancePlan
 from longdraft.bench.acceptance_cells import AcceptanceCell, Difference, Result
-from longdraft.bench.acceptance_plot import plot
+from longdraft.bench.acceptance_files import read_reports
+from longdraft.bench.acceptance_plot import largest_gammas, plot, views_of
 from longdraft.bench.asked import overlaps
 from longdraft.bench.examine import Examination, Setting
 from longdraft.bench.tasks import Prompt
@@ -73,6 +74,7 @@ def test_one_that_is_always_right_and_one_that_never_is(llm, task):
     results = measure(llm, plan_of(FULL, Arm("wrong", slot("wrong")), tasks=(task,), baseline="full"))
     assert [r.cells[0].temperature for r in results] == [0, 1]
     for result in results:
+        both = ("overlap", "coupled_overlap") if result.cells[0].temperature else ()
         assert [(c.draft, c.gamma) for c in result.cells] == [(d, g) for d in ("full", "wrong") for g in (1, 3)]
         for cell in result.cells:
             right = cell.draft == "full"
@@ -89,7 +91,7 @@ def test_one_that_is_always_right_and_one_that_never_is(llm, task):
             ("captured_mass", None): pytest.approx(0),
             ("tokens_per_verify", 1): -1,
             ("tokens_per_verify", 3): -3,
-            **({("overlap", None): pytest.approx(-1, abs=0.5)} if result.cells[0].temperature else {}),
+            **{(name, None): pytest.approx(-1, abs=0.5) for name in both},
         }
 
 
@@ -273,9 +275,40 @@ def test_cells_name_everything_and_can_be_written(llm, tmp_path):
     assert [c.extra_bytes > 0 for c in cells] == [c.draft == "ngram" for c in cells]
     masses = [[c.captured_mass for c in r.cells if c.gamma == 1] for r in results]
     assert all(m[0] < m[1] < m[2] == pytest.approx(1) and m[3] is None for m in masses)
-    for name, some in (("all", cells), ("one", cells[:1]), ("none", [c for c in cells if c.draft == "ngram"])):
-        plot(some, tmp_path / f"{name}.png", "tiny")
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    lookups = [c for c in cells if c.draft == "ngram"]
+    for name, some, views in (
+        ("all", cells, ["budget", "context", "position"]),
+        ("one", cells[:1], ["position"]),
+        ("none", lookups, ["context", "position"]),
+    ):
+        files = plot(some, tmp_path / f"{name}.png", "tiny")
+        assert files == [tmp_path / f"{name}-{view}.png" for view in views]
+        assert all(file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for file in files)
+
+
+def test_pictures_hold_fixed_what_most_cells_share(llm, monkeypatch):
+    """Of each draft the largest γ; a draft without a budget is drawn at all of them."""
+    (result,) = measure(llm, plan_of(SELF, LOOKUP, temperatures=(0.0,)))
+    drafted, looked_up = (
+        next(c for c in result.cells if (c.draft, c.gamma) == (n, 3)) for n in ("streaming_llm", "ngram")
+    )
+    places = [(40, 16), (40, 32), (40, 64), (80, 32), (80, 8)]
+    cells = [replace(drafted, context=n, budget=b) for n, b in places] + [
+        replace(looked_up, context=n) for n in (40, 90)
+    ]
+    cells += [replace(drafted, gamma=1, acceptance=9.0)]
+    views = {view.name: view for view in views_of(largest_gammas(cells))}
+    drawn = {name: [(c.draft, p.x, p.y) for c in view.cells for p in view.points(c)] for name, view in views.items()}
+    a, b = drafted.acceptance, looked_up.acceptance
+    assert drawn["budget"] == [
+        *(("streaming_llm", n, a) for n in (16, 32, 64)),
+        *(("ngram", n, b) for n in (8, 16, 32, 64)),
+    ]
+    assert drawn["context"] == [("streaming_llm", n, a) for n in (40, 80)] + [("ngram", n, b) for n in (40, 90)]
+    assert {(name, x) for name, x, _ in drawn["position"]} <= {
+        (n, x) for n in ("streaming_llm", "ngram") for x in (1, 2, 3)
+    }
+    assert [view.fixed for view in views.values()] == ["context 40", "budget 32", "context 40, budget 32"]
 
 
 def test_the_same_again_is_the_same(llm):
@@ -325,10 +358,11 @@ def test_what_cannot_be_done_is_refused_at_once(folder, llm):
         {"batch": 0},
         {"baseline": "full"},
         {"contexts": (0,)},
+        {"temperatures": (-1.0,)},
     ):
         with pytest.raises(InvalidValueError):
             plan_of(SELF, **wrong)
-    with pytest.raises(InvalidValueError, match="arms"):
+    with pytest.raises(InvalidValueError, match="--draft"):
         plan_of()
 
 
@@ -373,8 +407,40 @@ def test_the_verb(tmp_path):
         assert (cell["identical"], cell["answered"] in (0, 0.5, 1)) == (True, True)
     assert {d["draft"] for d in report["differences"]} == {"ngram"}
     assert all(d.keys() == {field.name for field in fields(Difference)} for d in report["differences"])
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "answered by plain decoding" in done.stdout
+    assert "out-position.png" in done.stderr
+    drawn = tmp_path / "out-position.png"
+    size = drawn.stat().st_size
+    drawn.unlink()
+    again = CliRunner().invoke(app, ["bench", "acceptance", "--from", str(file), "--plot", str(picture)])
+    assert json.loads(again.stdout.splitlines()[-1]) == report
+    assert drawn.stat().st_size == size
+
+
+def test_reports_are_read_back(tmp_path, llm):
+    """Several as one; what is no report, and one of another model, are refused."""
+    (result,) = measure(llm, plan_of(SELF, temperatures=(0.0,)))
+    whole = {"machine": {}, "model": {"name": "a", "dtype": "float64"}, **result.report()}
+    texts = {
+        "one": json.dumps(whole),
+        "two": json.dumps(whole | {"machine": {"cores": 2}}),
+        "other": json.dumps(whole | {"model": {"name": "b", "dtype": "float64"}}),
+        "old": json.dumps(whole | {"cells": [{**whole["cells"][0], "new": 1}]}),
+        "bench": json.dumps({"machine": {}, "model": whole["model"], "cells": [{"batch": 1}]}),
+        "torn": json.dumps(whole)[:-1],
+        "list": "[]",
+    }
+    files = {name: tmp_path / name for name in texts}
+    for name, text in texts.items():
+        files[name].write_text(text)
+    assert [r.result for r in read_reports([files["one"], files["two"]])] == [result, result]
+    for name, words in (("old", "this version's"), ("bench", "this version's"), ("torn", "JSON"), ("list", "JSON")):
+        with pytest.raises(InvalidValueError, match=f"{name}'.*{words}"):
+            read_reports([files[name]])
+    with pytest.raises(InvalidValueError, match="must be of a in float64, not of b in float64"):
+        read_reports([files["one"], files["other"]])
+    with pytest.raises(InvalidValueError, match="readable file"):
+        read_reports([tmp_path / "none"])
 
 
 @pytest.mark.parametrize(
@@ -384,6 +450,8 @@ def test_the_verb(tmp_path):
         (("--task", "nonsense"), "--task"),
         (("--baseline", "full"), "--baseline"),
         (("--prompts", "1"), "prompts"),
+        (("--draft", "auto"), "--draft"),
+        (("--from", "README.md"), "--from"),
         (("--plot", "x.pdf"), ".png"),
     ],
 )

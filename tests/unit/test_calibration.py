@@ -13,11 +13,11 @@ import torch
 from longdraft.bench import calibrate
 from longdraft.bench.calibrate import FIX, MOST_ROUNDS, measure, require_quiet
 from longdraft.bench.calibrate_fit import fit_curves, fit_roofline, predict, spread
-from longdraft.bench.calibrate_points import ROOM, Measured, Point, make_grid, watches
+from longdraft.bench.calibrate_points import ROOM, Measured, Point, make_grid
 from longdraft.bench.calibrate_rows import Timed
 from longdraft.bench.machine import Load
 from longdraft.config import DraftConfig
-from longdraft.drafts.registry import NAMED
+from longdraft.drafts.registry import NAMED, watches
 from longdraft.errors import BusyMachineError, CalibrationError, ContextLengthError, InvalidValueError
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer

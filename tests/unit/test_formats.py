@@ -222,8 +222,9 @@ def test_options_spell_it_so():
 
 def test_plans_leave_formats_out():
     target = Target("tiny", tiny_config(), Hardware("some", 1.0, 1.0, 1.0))
-    with pytest.raises(InvalidValueError, match="no format in a plan"):
-        candidates(target, ["full+quant8"], acceptance=given(0.9))
+    for acceptance in (given(0.9), None):
+        with pytest.raises(InvalidValueError, match="no format in a plan.*Plan for 'full'"):
+            candidates(target, ["full+quant8"], acceptance=acceptance)
 
 
 @pytest.mark.parametrize("kv", [kv for kv in KVS if "+" in kv])
