@@ -127,10 +127,9 @@ class FormattedStore(PagedStore):
     def fork(self, source: int, target: int, length: int) -> None:
         """See ``PagedStore``: groups are shared as pages are."""
         groups, table = self._groups[source], self._tables[source][: self.pages_for(length)]
-        whole = min(groups.coded, length // self.packing.group)
-        shared = groups.pages[:whole]
+        shared = groups.pages[: groups.coded]  # they end before ``length`` wherever one can fork
         self._pool.share([*_flat(shared), *_there(table)])
-        self._groups[target], self._tables[target] = _Groups(list(shared), whole), table
+        self._groups[target], self._tables[target] = _Groups(list(shared), groups.coded), table
 
     def free(self, row: int) -> None:
         """See ``PagedStore``."""

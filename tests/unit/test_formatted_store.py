@@ -234,6 +234,37 @@ def test_a_row_is_no_longer_shared_once_what_the_next_query_sees_is_encoded():
     assert not store.can_fork(1, 128)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_pass_sees_encoded_is_there_before_it(kind):
+    packing = make(kind, 1).packing
+    for start in range(300):
+        assert packing.seen(start + FormattedStore.longest_feed - 1) * packing.group <= start
+
+
+def test_a_fork_within_a_prompt_shares_nothing_that_is_held_ahead():
+    """The two may go on differently: each encodes groups of its own."""
+    store = make("bfloat16")
+    assert store.reserve(1, 0, 300)
+    assert len(store._groups[1].pages) == 7
+    store.fork(1, 2, 65)
+    assert store._groups[2].pages == []
+    store.check_integrity()
+
+
+def test_pages_that_a_fork_holds_are_not_counted_as_given_back():
+    store = make("bfloat16", 12)
+    for start, n in ((0, 65), (65, 64)):
+        assert store.reserve(1, start, n)
+    store.fork(1, 2, 129)
+    assert store.num_free_pages == 2  # of twelve: nine of tokens, one of a group
+    assert not store.reserve(1, 129, 40)  # two groups, two pages and a copy, while the old ones stay with the fork
+    assert store.num_free_pages == 2
+    store.free(2)
+    assert store.reserve(1, 129, 40)
+    assert store.num_free_pages == 2  # four pages went
+    store.check_integrity()
+
+
 def test_pages_fill_the_memory_with_what_is_decoded_counted():
     """One layer of all tokens besides; about twice as many tokens fit at 30 layers of 64 channels in bfloat16."""
     config = tiny_config(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, max_position_embeddings=8192)
