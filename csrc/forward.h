@@ -117,7 +117,8 @@ inline void run_layer(const Parallel& p, const Network& net, int number, const S
                 keys * sizeof(float));
   Mass mass = step.mass;
   if (mass.out) mass.out += int64_t(number) * step.num_captured * s.kv_heads * part.view.width;
-  attention(p, s, part, t.qkv, width, cache, t.partial, t.attention, mass);
+  const Cache read = step.decode ? step.decode(step.decoder, number) : cache;
+  attention(p, s, part, t.qkv, width, read, t.partial, t.attention, mass);
   linear(p, t.attention, n, layer.output, t.x, t.x, t.rounded);
   each_token(p, n, net.hidden, [&](int i) {
     normalise(t.x + int64_t(i) * net.hidden, layer.mlp_norm, net.eps, net.hidden, t.h + int64_t(i) * net.hidden);

@@ -116,6 +116,9 @@ struct Step {
   const int32_t* taps;  // behind how many layers the residual stream is wanted
   int num_taps;
   float* hidden;  // [num_taps, num_captured, hidden]
+  // Where a layer's attention reads, once the step's K and V are in its cache; null: in that. Asked by one thread.
+  Cache (*decode)(const void* decoder, int layer);
+  const void* decoder;
 };
 
 struct Kernels {

@@ -1,5 +1,6 @@
 // The Python side of the kernels. Tensors come as addresses; longdraft/kernels/native.py checks what they point to.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -147,6 +149,14 @@ struct Decoder {
   Weight head{};
 };
 
+// Asks a Python function where a layer's attention reads. It must not call the runtime.
+Cache ask(const void* decode, int layer) {
+  nb::gil_scoped_acquire held;
+  const nb::handle call(static_cast<PyObject*>(const_cast<void*>(decode)));
+  auto [k, v] = nb::cast<std::tuple<uintptr_t, uintptr_t>>(call(layer));
+  return {at<void>(k), at<void>(v)};
+}
+
 class Runtime {
  public:
   Runtime(const std::string& isa, int threads) : pool_(new Pool(threads)) {
@@ -204,14 +214,14 @@ class Runtime {
                uintptr_t slots, uintptr_t cos, uintptr_t sin, int outputs, uintptr_t outputs_at,
                const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches, uintptr_t logits, int captured,
                uintptr_t captured_at, uintptr_t queries, uintptr_t mass_at, uintptr_t mass, uintptr_t hidden,
-               const std::vector<int32_t>& taps) {
+               const std::vector<int32_t>& taps, std::optional<nb::handle> decode) {
     std::lock_guard<std::mutex> lock(mutex_);
     point_to(caches);
     Step step{tokens, outputs, at<const int64_t>(ids), at<const int64_t>(slots), at<const int64_t>(outputs_at),
               at<const float>(cos), at<const float>(sin), plan.parts.data(), int(plan.parts.size()), layers.data(),
               int(layers.size()), caches_.data(), at<float>(logits), at<const int64_t>(captured_at), captured,
               at<float>(queries), masses(plan, captured, mass_at, mass), taps.data(), int(taps.size()),
-              at<float>(hidden)};
+              at<float>(hidden), decode ? ask : nullptr, decode ? decode->ptr() : nullptr};
     Network net = decoder.net;
     net.layers = decoder.layers.data();
     kernels_->forward(parallel_, net, step, scratch(net, tokens, plan.partial));

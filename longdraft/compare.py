@@ -13,7 +13,7 @@ from longdraft.config import AutoDraft, DraftConfig
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
 from longdraft.errors import InvalidValueError
-from longdraft.exactness import certify, rounding, tier
+from longdraft.exactness import LOSSY, certify, rounding, tier
 from longdraft.llm import LLM
 from longdraft.outputs import ControlStats
 from longdraft.request import output_text
@@ -83,6 +83,12 @@ class Comparison:
     exactness: str
     divergences: list[dict[str, object]]
     errors: list[str]
+    lossless: bool = True  # whether the target is the model of its files
+
+    @property
+    def label(self) -> str:
+        """What is said of the outputs: ``exactness``, or ``lossy``, where that holds relative to the target only."""
+        return self.exactness if self.lossless else LOSSY
 
     @property
     def identical(self) -> bool:
@@ -112,7 +118,8 @@ class Comparison:
         return {
             "identical": self.identical,
             "first_difference": self.first_difference,
-            "exactness": self.exactness,
+            "exactness": self.label,
+            "tier": self.exactness,
             "held": self.held,
             "errors": self.errors,
             "speed_ratio": self.ratio,
@@ -221,6 +228,7 @@ def _compared(
         exactness=exactness,
         divergences=divergences,
         errors=[seq.error for seq in plain.sequences + speculative.sequences if seq.error],
+        lossless=llm.model.lossless,
     )
 
 
@@ -233,5 +241,5 @@ def _draft_bytes(llm: LLM, draft: DraftConfig | AutoDraft, sequences: list[Engin
         "draft_kv_bytes": sum(one.bytes(n) for one in made for n in lengths),
         "draft_note_bytes": sum(one.note_bytes(n) for one in made for n in lengths),
         "kv_bytes_read_per_draft_token": max(sum(one.bytes_read(n) for n in lengths) for one in made) / len(lengths),
-        "kv_bytes_read_per_plain_token": sum(lengths) * engine.store.bytes_per_token / len(lengths),
+        "kv_bytes_read_per_plain_token": sum(map(engine.store.bytes_of, lengths)) / len(lengths),
     }

@@ -149,7 +149,10 @@ class AutoDraft:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of one engine. ``num_pages * block_size`` tokens of KV; no request may grow past ``max_model_len``."""
+    """Sizes of one engine; no request may grow past ``max_model_len``.
+
+    ``kv_tokens``: the longest request for which there are pages; ``None``: ``block_size`` tokens to each.
+    """
 
     max_model_len: int
     num_pages: int
@@ -157,6 +160,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     block_size: int = 16
     seed: int = 0
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         as_int("max_model_len", self.max_model_len, 2, 2**31 - 1)
@@ -169,4 +173,4 @@ class EngineConfig:
     @property
     def max_tokens_per_request(self) -> int:
         """Longest prompt + output of one request: the context limit, or the whole KV pool where that is smaller."""
-        return min(self.max_model_len, self.num_pages * self.block_size)
+        return min(self.max_model_len, self.num_pages * self.block_size if self.kv_tokens is None else self.kv_tokens)

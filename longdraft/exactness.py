@@ -25,6 +25,7 @@ from longdraft.spec.noise import all_gumbels
 from longdraft.spec.probs import to_log_probs
 
 CHUNK = 512
+LOSSY = "lossy"  # what reports say of a target that is not the model of its files: tiers hold relative to it
 SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_CONTEXT = 4, 16, 1024
 
 
@@ -40,25 +41,35 @@ def tier(model: Transformer, draft: DraftConfig | None = None, *, greedy: bool =
     return "identical" if model.dtype == torch.float64 else "near-tie"
 
 
+def label(model: Transformer, name: str) -> str:
+    """What reports say in place of the tier ``name``: ``lossy`` of a target that is not the model of its files."""
+    return name if model.lossless else LOSSY
+
+
 def forced_logits(model: Transformer, rows: Sequence[Sequence[int]], wanted: int, chunk: int = CHUNK) -> torch.Tensor:
     """Logits ``[B * wanted, V]`` after each of the last ``wanted`` ids of every row, all rows together in chunks.
 
     The last ``wanted`` ids are fed in one piece, or one by one where ``chunk`` is 1.
     """
-    pages = sum(-(-len(row) // model.layout.page_size) for row in rows)
-    store = PagedStore(model.config.num_layers, pages, model.layout, model.kv_dtype, model.device)
-    out = []
+    empty = model.new_store(0)
+    store = model.new_store(sum(empty.takes(len(row)) for row in rows))
+    most, out = min(chunk, wanted, store.longest_feed), []
     for b, row in enumerate(rows):
-        store.reserve(b, 0, len(row))
-        head = len(row) - wanted
-        for start in range(0, head, CHUNK):
-            feed(model, store, [Feed(b, start, row[start : min(start + CHUNK, head)], 0)])
-    for done in range(0, wanted, min(chunk, wanted)):
-        size = min(chunk, wanted - done)
+        head, step = len(row) - wanted, min(CHUNK, store.longest_feed)
+        for start in range(0, head, step):
+            _feed(model, store, [Feed(b, start, row[start : min(start + step, head)], 0)])
+    for done in range(0, wanted, most):
+        size = min(most, wanted - done)
         starts = [len(row) - wanted + done for row in rows]
         feeds = [Feed(b, s, row[s : s + size], size) for b, (row, s) in enumerate(zip(rows, starts, strict=True))]
-        out.append(feed(model, store, feeds).view(len(rows), size, -1))
+        out.append(_feed(model, store, feeds).view(len(rows), size, -1))
     return torch.cat(out, dim=1).flatten(0, 1)
+
+
+def _feed(model: Transformer, store: PagedStore, feeds: Sequence[Feed]) -> torch.Tensor:
+    for f in feeds:
+        assert store.reserve(f.row, f.start, len(f.tokens)), "there are pages for every row"
+    return feed(model, store, feeds)
 
 
 def rounding(model: Transformer, rows: Sequence[Sequence[int]]) -> float:

@@ -16,10 +16,11 @@ from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.core import Status, StepOutput
+from longdraft.drafts.registry import resolve_format
 from longdraft.engine.engine import Engine
 from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
-from longdraft.exactness import tier
+from longdraft.exactness import label, tier
 from longdraft.kernels.dispatch import explain
 from longdraft.llm_control import call_spec, considered, make_control
 from longdraft.llm_draft import SAME, Draft, Same, load_draft, on_kernels, resolve_draft, room_for, settled
@@ -47,6 +48,8 @@ class LLM:
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
         kv_dtype: type K and V are stored in; ``None`` is ``dtype``.
+        kv_format: format that all but the newest K and V are kept in: ``"quant8"``, 8 bits with scales. **Lossy**: more
+            tokens fit, and outputs are those of a slightly different model; drafts change nothing relative to that.
         device: auto, cpu or cuda.
         max_model_len: longest prompt + output in tokens; ``None`` is the model's own limit.
         max_num_seqs: most requests in flight at once; the rest wait.
@@ -71,6 +74,7 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         kv_dtype: str | torch.dtype | None = None,
+        kv_format: str | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -83,6 +87,7 @@ class LLM:
         download: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        self.kv_format, fmt = kv_format, resolve_format(kv_format)
         self.checkpoint = load_checkpoint(model, download=download)
         self.tokenizer = self.checkpoint.tokenizer
         if tokenizer is not None:
@@ -105,6 +110,7 @@ class LLM:
             kv_storage,
             target_device,
             **room_for(tuple(drafts), small, config, storage, kv_storage, block_size),
+            kv_format=fmt,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -113,6 +119,7 @@ class LLM:
             seed=seed,
         )
         types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
+        types["kv_format"] = fmt
         self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
         self._small, small_models = small, {}
         if small:
@@ -126,15 +133,20 @@ class LLM:
         self._log_surprises(dtype)
 
     def __repr__(self) -> str:
-        config = self.engine.config
+        config, lossy = self.engine.config, f", kv_format={self.kv_format!r}, lossy" if self.kv_format else ""
         return (
             f"LLM({self.checkpoint.name!r}, dtype={self.model.dtype}, device={str(self.model.device)!r}, "
-            f"max_model_len={config.max_model_len}, kv_tokens={config.num_pages * config.block_size})"
+            f"max_model_len={config.max_model_len}, kv_tokens={config.kv_tokens}{lossy})"
         )
 
     @property
     def exactness(self) -> str:
-        """The tier of the promise that a draft changes nothing, on these kernels: see docs/lossless.md."""
+        """The tier of the promise that a draft changes nothing, or ``lossy`` with a ``kv_format``: docs/lossless.md."""
+        return label(self.model, self.tier)
+
+    @property
+    def tier(self) -> str:
+        """The tier of that promise on these kernels, relative to this target."""
         return tier(self.model, self.draft)
 
     def generate(
@@ -213,7 +225,7 @@ class LLM:
         chosen = self.draft if draft is SAME else settled(resolve_draft(draft), self._small)
         ids = self.engine.add_all(prompt.ids, params, chosen)
         sequences = [self.engine.sequence(i) for i in ids]
-        request = Request(prompt, sequences, self.tokenizer, tier(self.model, chosen), sink)
+        request = Request(prompt, sequences, self.tokenizer, label(self.model, tier(self.model, chosen)), sink)
         self._requests |= dict.fromkeys(ids, request)
         return request
 
@@ -293,6 +305,8 @@ class LLM:
         if on_torch:
             why = dict(explain("linear", self.model.spec)).get("native")
             log.warning("Running on PyTorch's kernels, several times slower than the native ones (%s).", why)
+        if not self.model.lossless:
+            log.warning("kv_format=%r is lossy: outputs are those of a slightly different model.", self.kv_format)
         if dtype == "float16":
             log.warning("float16 weights are stored as bfloat16: same size, wider range, fewer digits.")
         config = self.engine.config

@@ -57,6 +57,8 @@ def make_control(name: str, model: Transformer) -> Controller:
 
 def _curves(model: Transformer) -> Curves | None:
     """Those of ``longdraft calibrate``, if there are any; a damaged file is as good as none."""
+    if model.kv_format:  # other bytes, and decoding besides
+        return None
     try:
         found = find(load(default_file()), setting(model))
     except CalibrationError as error:

@@ -28,8 +28,8 @@ def fill(llm: LLM, rows: Rows, name: str, report: OnProgress) -> None:
 
 def require_pages(llm: LLM, batch: int, context: int, forks: int, life: int) -> None:
     """``KVCapacityError`` unless ``batch`` prompts fit, each with ``forks`` that have ``life`` tokens of their own."""
-    store, size = llm.engine.store, llm.engine.config.block_size
-    needed = batch * (store.pages_for(context) + forks * (store.pages_for(life) + 2))
+    store = llm.engine.store
+    needed, size = batch * (store.takes(context) + forks * (store.takes(life) + 2)), store.capacity // store.num_pages
     if needed > store.num_pages:
         raise KVCapacityError(
             f"{batch} prompts of {context} tokens and their forks need room for {needed * size:,} tokens of KV, the "

@@ -58,6 +58,7 @@ def decode(
     ] = None,
     dtype: options.Dtype = "auto",
     kv_dtype: options.KVDtype = None,
+    kv_format: options.KVFormat = None,
     kv_cache_memory_bytes: options.KVMemory = None,
     device: options.Device = "auto",
     peer: Annotated[str | None, typer.Option(help=f"Also time another engine's plain decoding: {PEER_NAMES}.")] = None,
@@ -88,6 +89,7 @@ def decode(
         draft=own_model(arms),
         dtype=dtype,
         kv_dtype=kv_dtype,
+        kv_format=kv_format,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         max_num_seqs=max(256, max(plan.batches) * (2 * len(arms) + 3)),
         device=device,
@@ -194,7 +196,7 @@ def write(report: dict[str, object], file: Path | None) -> None:
 
 def as_promised(llm: LLM, cells: Iterable[Cell | AcceptanceCell]) -> bool:
     """Whether outputs are plain decoding's wherever the exactness tier promises equality."""
-    return all(cell.identical for cell in cells) or llm.exactness not in ("bit-identical", "identical")
+    return all(cell.identical for cell in cells) or llm.tier not in ("bit-identical", "identical")
 
 
 def describe_model(llm: LLM) -> dict[str, object]:

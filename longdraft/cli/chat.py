@@ -55,6 +55,7 @@ def chat(
     gamma: drafting.Gamma = 4,
     sampling_rule: drafting.Rule = "coupled",
     dtype: options.Dtype = "auto",
+    kv_format: options.KVFormat = None,
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Figures on stderr after each answer.")] = False,
@@ -70,8 +71,8 @@ def chat(
     SamplingParams(**{name: value for name, value in given.items() if value is not None})
     config = drafting.draft_config(draft, budget, gamma, sampling_rule, kv, refresh)
     require_chat_model(model, tokenizer, download)
-    settings = {"dtype": dtype, "device": device, "max_model_len": max_model_len, "download": download}
-    llm = options.make_llm(model, draft=config, tokenizer=tokenizer, **settings)
+    settings = {"dtype": dtype, "kv_format": kv_format, "device": device, "max_model_len": max_model_len}
+    llm = options.make_llm(model, draft=config, tokenizer=tokenizer, download=download, **settings)
     params = sampling.sampling_params(llm, **given)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if hasattr(sys.stdout, "reconfigure"):  # a letter that the terminal lacks is no reason to end
@@ -163,7 +164,8 @@ class Chat:
     def run(self) -> None:
         """Read and answer until the end of input, /exit, or a second Ctrl-C at the prompt."""
         if self.interactive:
-            size = f"context of {self.llm.engine.config.max_tokens_per_request:,} tokens"
+            lossy = f", KV in {self.llm.kv_format} (lossy)" if self.llm.kv_format else ""
+            size = f"context of {self.llm.engine.config.max_tokens_per_request:,} tokens{lossy}"
             self._note(f"{self.llm.checkpoint.name}, {size}. /help lists the commands, Ctrl-D leaves.")
         warned = False
         while True:
@@ -364,11 +366,11 @@ class Chat:
 
     def _figures(self, _: str) -> None:
         engine = self.llm.engine
-        store, size = engine.store, engine.config.block_size
+        store = engine.store
         context = len(self.llm.encode_chat(self.messages)) if self.messages else 0
 
         def kv(pages: int) -> str:
-            return f"{pages * size:,} tokens ({pages * size * store.bytes_per_token / 2**20:,.1f} MiB)"
+            return f"{pages * store.capacity // store.num_pages:,} tokens ({pages * store.page_bytes / 2**20:,.1f} MiB)"
 
         self._note(f"context: {context:,} of {engine.config.max_tokens_per_request:,} tokens")
         self._note(f"last answer: {self.last.figures if self.last else 'none'}")

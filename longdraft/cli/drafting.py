@@ -124,7 +124,8 @@ def comparison_table(result: Comparison, draft: DraftConfig | AutoDraft, where: 
         "prefill, shared", f"{plain['prefill_s']:.1f} s", f"{draft_fill:.1f} s more" if draft_fill > 0.05 else ""
     )
     out.add_row("output", "", verdict(result))
-    out.add_row("exactness", "", result.exactness)
+    exactness = result.label if result.lossless else f"{result.label}; {result.exactness} to plain decoding"
+    out.add_row("exactness", "", exactness)
     kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
     out.add_row("kernels", "", f"{kernels} ({where['dtype']})")
     return out

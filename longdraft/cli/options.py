@@ -24,6 +24,10 @@ Dtype = Annotated[
     typer.Option(help="Stored type of the weights: float32, bfloat16, float64, or auto (bfloat16 on native kernels)."),
 ]
 KVDtype = Annotated[str | None, typer.Option(help="Type of the cached K and V. Left out: --dtype.")]
+KVFormat = Annotated[
+    str | None,
+    typer.Option(help="Format that all but the newest K and V are kept in: quant8. Lossy. Left out: as computed."),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Left out: the model's own.")]
 KVMemory = Annotated[int | None, typer.Option(help="Bytes of KV cache. Left out: 40 % of what the weights leave free.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

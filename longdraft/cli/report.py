@@ -38,8 +38,8 @@ def figures(llm: LLM, results: Sequence[RequestOutput]) -> dict[str, object]:
         "preemptions": stats.preemptions,
         **_drafting(results),
         "kv_bytes_per_token": store.bytes_per_token,
-        "kv_bytes_used": stats.peak_kv_pages * store.layout.page_size * store.bytes_per_token,
-        "kv_tokens_capacity": store.num_pages * store.layout.page_size,
+        "kv_bytes_used": stats.peak_kv_pages * store.page_bytes,
+        "kv_tokens_capacity": store.longest,
     }
 
 
@@ -70,6 +70,7 @@ def setting(llm: LLM) -> dict[str, object]:
         "weight_bytes": llm.model.weight_bytes,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "kv_dtype": str(spec.kv_dtype).removeprefix("torch."),
+        "kv_format": llm.kv_format,
         "kernels": {op: select(op, spec).name for op in ("attention", "linear")},
         "exactness": llm.exactness,
     }
@@ -98,6 +99,8 @@ def table(title: str, run: dict[str, object], where: dict[str, object]) -> Table
         out.add_row("preemptions", f"{run['preemptions']}")
     kernels = ", ".join(f"{op}: {name}" for op, name in where["kernels"].items())
     out.add_row("kernels", f"{kernels} ({where['dtype']}, KV {where['kv_dtype']}, {where['device']})")
+    if where["kv_format"]:
+        out.add_row("KV format", f"{where['kv_format']}, lossy")
     for name in ("exactness", "seed"):
         if name in where:
             out.add_row(name, str(where[name]))

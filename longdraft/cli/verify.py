@@ -28,6 +28,7 @@ def verify(
     refresh: drafting.Refresh = None,
     gamma: drafting.Gamma = 3,
     dtype: options.Dtype = "auto",
+    kv_format: options.KVFormat = None,
     device: options.Device = "auto",
     json: options.Json = False,
     download: options.Download = False,
@@ -43,9 +44,10 @@ def verify(
     if draft_model == AutoDraft.label:
         raise InvalidValueError("--draft-model", draft_model, "must be a model's path or name")
     again = None if refresh is None else drafting.parse_refresh(refresh, NAMED.values())
-    settings = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "download": download}
+    settings = {"tokenizer": tokenizer, "dtype": dtype, "kv_format": kv_format, "device": device, "download": download}
     llm = options.make_llm(model, draft=draft_model, **settings)
-    table = Table(title=f"{llm.checkpoint.name}: {llm.exactness}", title_justify="left")
+    lossy = "" if llm.model.lossless else f"; lossy: relative to the model with its KV in {kv_format}"
+    table = Table(title=f"{llm.checkpoint.name}: {llm.tier}{lossy}", title_justify="left")
     for name in ("check", "passed", "figure"):
         table.add_column(name)
     checks = []
@@ -55,7 +57,11 @@ def verify(
             status.update(f"checking: {check['name']} done")
             table.add_row(str(check["name"]), "yes" if check["passed"] else "NO", _shown(check["figure"]))
     if json:
-        print(jsonlib.dumps({"tier": llm.exactness, "model": llm.checkpoint.name, "checks": checks}))
+        print(
+            jsonlib.dumps(
+                {"tier": llm.tier, "exactness": llm.exactness, "model": llm.checkpoint.name, "checks": checks}
+            )
+        )
     else:
         Console().print(table)
     if not all(check["passed"] for check in checks):
@@ -92,7 +98,7 @@ def run_checks(llm: LLM, prompt_tokens: int, budget: int, gamma: int, refresh: i
             yield {"name": f"{kv}, {name}: equal to plain decoding", "passed": passed, "figure": figure}
             if kv == "full":
                 # A near-tie may cost a proposal, and with it the rest of its block: refusals count, not tokens.
-                allowed = 0.0 if llm.exactness == "identical" else 0.05
+                allowed = 0.0 if llm.tier == "identical" else 0.05
                 refused = fast["rejections"] / max(1, fast["rejections"] + fast["accepted"])
                 passed = fast["accepted"] > 0 and refused <= allowed
                 yield {"name": f"{kv}, {name}: every proposal accepted", "passed": passed, "figure": 1 - refused}
@@ -111,7 +117,7 @@ def _company(llm: LLM, prompts: list[list[int]], params: object) -> Iterator[Che
     epsilon, found = 4 * rounding(llm.model, prompts), []
     for ids, x, y in zip(prompts, together, alone, strict=True):
         outputs = (x.outputs[0].token_ids, y.outputs[0].token_ids)
-        found.append(certify(llm.model, ids, outputs, params, 0, epsilon if llm.exactness == "near-tie" else 0.0))
+        found.append(certify(llm.model, ids, outputs, params, 0, epsilon if llm.tier == "near-tie" else 0.0))
     differences = [d for d in found if d]
     complete = all(r.stats.output_tokens == NEW_TOKENS for r in together + alone)
     figure = {
@@ -119,7 +125,7 @@ def _company(llm: LLM, prompts: list[list[int]], params: object) -> Iterator[Che
         "largest_margin": max((d["margin"] or 0.0 for d in differences), default=0.0),
         "rounding": epsilon / 4,
     }
-    passed = complete and (llm.exactness == "near-tie" and all(d["near_tie"] for d in differences) or not differences)
+    passed = complete and (llm.tier == "near-tie" and all(d["near_tie"] for d in differences) or not differences)
     yield {"name": "a request's company changes nothing", "passed": passed, "figure": figure}
 
 

@@ -12,26 +12,18 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.config import MAX_GAMMA
 from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.copy_spec import CopySpec
 from longdraft.drafts.self_spec import SelfSpec
 from longdraft.kv.coded import CodedStore, Reading, Span
-from longdraft.kv.format.base import Format
+from longdraft.kv.format.base import Format, old_tokens
 from longdraft.kv.select.base import TokenSelector, ViewSelector
 from longdraft.kv.store import PagedStore
 from longdraft.models.config import ModelConfig
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 from longdraft.view import TableView
-
-LAG = MAX_GAMMA + 1  # final tokens at the end of a row that are never encoded: as many as a step may add, or more
-
-
-def old_tokens(length: int, group: int) -> int:
-    """How many of ``length`` final tokens may be encoded: whole groups, as far as they lie before the last ``LAG``."""
-    return max(0, length - LAG) // group * group
 
 
 def old_groups(sinks: int, start: int, length: int, group: int) -> list[int]:

@@ -55,7 +55,7 @@ class CopySpec(SelfSpec):
     ) -> None:
         """``max_rows``: sequences that may run at once; each has room for its budget while the target has pages."""
         self.model, self.store, self.selector, self.layers = model, store, selector, layers
-        pages = min(max_rows * store.pages_for(copied_tokens(selector)), store.num_pages)
+        pages = min(max_rows * store.pages_for(copied_tokens(selector)), store.pages_for(store.capacity))
         self.copies = Copies(store, pages, self._store_row)
         self.needs = selector.needs
         self._states: dict[int, _State] = {}  # by sequence id

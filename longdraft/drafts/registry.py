@@ -64,6 +64,15 @@ def named(name: str) -> DraftConfig | None:
     return NAMED.get(name) or (DraftConfig(kv=name) if name in KVS else None)
 
 
+def resolve_format(name: str | None) -> Format | None:
+    """The format of that name, for the target's own cache; ``InvalidValueError`` if there is none."""
+    if name is None:
+        return None
+    if name not in FORMATS:
+        raise InvalidValueError("kv_format", name, f"must be None or one of {', '.join(FORMATS)}")
+    return FORMATS[name]()
+
+
 Beside = DraftModel | SpireModel  # what may be loaded beside a target to draft for it
 NO_MODELS: Mapping[str, Beside] = {}
 
@@ -134,6 +143,9 @@ def make(
     if config.weights in TARGETS:
         model = model if config.weights == "target" else model.quantised()
         layers = choose_layers(config.layers, model.config.num_layers)
+        if config.format and store.format:
+            limit = "may have no format where the target's own cache is kept in one"
+            raise InvalidValueError("kv", config.kv, limit, f"Pass {config.selection!r}: it reads the same.")
         if config.format:
             kind = CodedCopySpec if isinstance(reader, TokenSelector) else CodedViewSpec
             return kind(model, store, reader, FORMATS[config.format](), layers, max_rows)

@@ -37,7 +37,7 @@ class SelfSpec(ModelDraft):
 
     def bytes_read(self, length: int) -> int:
         """See ``Draft``."""
-        read = self.selector.tokens_read(length) * self.store.bytes_per_token
+        read = self.store.bytes_of(self.selector.tokens_read(length))
         return read * self.running_layers // len(self.store.layers)
 
     @property

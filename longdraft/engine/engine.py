@@ -24,7 +24,6 @@ from longdraft.engine.runner import Runner
 from longdraft.engine.scheduler import Scheduler
 from longdraft.engine.stats import EngineStats
 from longdraft.errors import InvalidValueError
-from longdraft.kv.store import PagedStore
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 
@@ -45,13 +44,13 @@ class Engine:
 
         ``control`` chooses drafts for requests that leave it open; without it there may be none.
         """
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.model, self.tokenizer, self.store = model, tokenizer, model.new_store(config.num_pages)
+        self.config = config = dataclasses.replace(config, kv_tokens=self.store.longest)
         self._texts: dict[int, Detokenizer] = {}  # of unfinished requests with stop strings
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.store = PagedStore(model.config.num_layers, config.num_pages, model.layout, model.kv_dtype, model.device)
+        pages = self.store.pages_for(self.store.capacity)  # a draft model's own ones: not in the target's format
         small = {
-            name: DraftModel(m, config.num_pages) if isinstance(m, Transformer) else m
-            for name, m in (draft_models or {}).items()
+            name: DraftModel(m, pages) if isinstance(m, Transformer) else m for name, m in (draft_models or {}).items()
         }
         self.control = control or OwnDrafts()
         self.runner = Runner(model, self.store, small, config.max_num_seqs, self.control)

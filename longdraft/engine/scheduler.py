@@ -49,7 +49,8 @@ class Scheduler:
 
     def fork(self, source: Sequence, child: Sequence, length: int) -> None:
         """Start ``child`` beside ``source``, sharing the first ``length`` tokens of its cache."""
-        if source.status is Status.RUNNING and len(self.running) < self.config.max_num_seqs:
+        room = len(self.running) < self.config.max_num_seqs
+        if source.status is Status.RUNNING and room and self.store.can_fork(source.id, length):
             self.store.fork(source.id, child.id, length)
             child.num_committed, child.status = length, Status.RUNNING
             self._on_fork(source, child)
@@ -130,7 +131,7 @@ class Scheduler:
         budget, rows = self.config.max_num_batched_tokens, []
         self.share_prompts()
         for seq in [s for s in self.running if not s.decoding and not s.held]:
-            n = min(seq.num_pending, budget)
+            n = self._fed(seq, budget)
             if n and seq.status is Status.RUNNING and self._reserve(seq, n):
                 rows.append(self._chunk(seq, n))
                 budget -= n
@@ -141,14 +142,14 @@ class Scheduler:
                 break
             # One page of headroom per running row: else it would be thrown out again at the next page border.
             headroom = self.store.num_free_pages - len(self.running)
-            if self.running and self.store.pages_for(len(seq.ids)) > headroom:
+            if self.running and self.store.takes(len(seq.ids)) > headroom:
                 break
             if not self.store.reserve(seq.id, 0, len(seq.ids)):
                 break
             self.waiting.remove(seq)
             self.running.append(seq)
             seq.status = Status.RUNNING
-            n = min(seq.num_pending, budget)
+            n = self._fed(seq, budget)
             rows.append(self._chunk(seq, n))
             budget -= n
         return rows
@@ -157,9 +158,14 @@ class Scheduler:
         """Start new sequences on their sources' cached prompts; the last token is fed again, to draw after it."""
         for seq in [s for s in self.waiting if s.source and s.source.status is Status.RUNNING and _able(s)]:
             fits = self.store.num_free_pages > len(self.running) < self.config.max_num_seqs
-            if fits and len(seq.ids) == seq.num_prompt:
+            there = self.store.can_fork(seq.source.id, seq.num_prompt - 1)
+            if fits and there and len(seq.ids) == seq.num_prompt:
                 self.waiting.remove(seq)
                 self.fork(seq.source, seq, seq.num_prompt - 1)
+
+    def _fed(self, seq: Sequence, budget: int) -> int:
+        """How many of its tokens a sequence is fed in a step that has room for ``budget``."""
+        return min(seq.num_pending, budget, self.store.longest_feed)
 
     def _chunk(self, seq: Sequence, n: int) -> Row:
         scored = 0

@@ -11,6 +11,8 @@ import torch
 from longdraft.config import EngineConfig, as_int
 from longdraft.errors import InvalidValueError, KVCapacityError, OutOfMemoryError, UnsupportedModelError
 from longdraft.kernels.dispatch import CallSpec, select
+from longdraft.kv.format.base import Format
+from longdraft.kv.packing import Packing
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import num_parameters
 
@@ -64,6 +66,7 @@ def size_engine(
     kv_dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_format: Format | None = None,
     draft: ModelConfig | None = None,
     draft_weights: int = 0,
     kept: int = 0,
@@ -83,41 +86,67 @@ def size_engine(
     A ``draft`` model's weights and cache take their share: each token may have its K and V in both. So do other
     ``draft_weights`` in bytes, what a draft keeps of each sequence (copies of ``copied`` tokens' K and V, the queries
     of ``observed`` tokens, those of ``draft`` if it has weights of its own, and ``kept`` bytes), and the ``page_notes``
-    bytes that it remembers of every page.
+    bytes that it remembers of every page's tokens. With a ``kv_format`` a page may hold more tokens than a block.
     Raises ``InvalidValueError``, ``KVCapacityError``, ``OutOfMemoryError`` or ``UnsupportedModelError``.
     """
     length = context_limit(config, max_model_len)
     block_size = resolve_block_size(block_size)
     max_num_seqs = as_int("max_num_seqs", max_num_seqs, 1, 65536)
     models = [config] if draft is None else [config, draft]
-    page_bytes = sum(kv_bytes_per_token(m, kv_dtype) for m in models) * block_size + page_notes
+    page = Page(config, kv_dtype, block_size, kv_format)
+    others = [kv_bytes_per_token(m, kv_dtype) for m in models[1:]]
+    page_bytes = page.bytes + sum(others) * page.tokens + page_notes * page.tokens // block_size
     left = max(0, memory_left(models, dtype, device) - draft_weights)
     if kv_cache_memory_bytes is None:
         memory = int(left * FREE_MEMORY_SHARE)
     else:
         fix = f"One page alone takes {page_bytes} bytes."
         memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes, page_bytes, 2**63 - 1, fix)
-    pages_for_one = -(-length // block_size)
+    pages_for_one = page.needed(length)
     source = draft or config
     kept += copied * kv_bytes_per_token(source, kv_dtype) + observed * query_bytes_per_token(source)
-    fitting = pages_beside(memory, page_bytes, max_num_seqs * kept, block_size * query_bytes_per_token(source))
+    copied_page = page.tokens * kv_bytes_per_token(config, kv_dtype) if kv_format else page_bytes
+    noted_page = copied_page + page.tokens * query_bytes_per_token(source)
+    fitting = pages_beside(memory, page_bytes, max_num_seqs * kept, noted_page)
     num_pages = min(fitting if kept else memory // page_bytes, max_num_seqs * pages_for_one)
     if num_pages < (1 if max_model_len is None else pages_for_one):
         raise KVCapacityError(
             f"A context of {length} tokens takes {pages_for_one * page_bytes / 2**20:.0f} MiB of KV, but the cache has "
-            f"{memory / 2**20:.0f} MiB ({num_pages * block_size} tokens). Lower max_model_len or raise "
+            f"{memory / 2**20:.0f} MiB ({page.longest(num_pages)} tokens). Lower max_model_len or raise "
             "kv_cache_memory_bytes."
         )
     return EngineConfig(length, num_pages, max_num_seqs, max_num_batched_tokens, block_size, seed)
 
 
-def pages_beside(memory: int, page_bytes: int, kept: int, queries_per_page: int) -> int:
+class Page:
+    """A page of the target's cache: its ``bytes``, the ``tokens`` that it holds at most, and how far pages reach."""
+
+    def __init__(self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int, kv_format: Format | None) -> None:
+        """With a format, one layer of all tokens is counted besides: that is where passes decode them to."""
+        self.tokens, self.bytes = block_size, block_size * kv_bytes_per_token(config, kv_dtype)
+        self._packing = None
+        if kv_format:
+            self._packing = packing = Packing(kv_format, block_size, config.head_dim, kv_dtype)
+            self.tokens = packing.held
+            scratch = self.tokens * config.kv_elements_per_layer * kv_dtype.itemsize
+            self.bytes = config.num_layers * config.num_kv_heads * packing.page_bytes + scratch
+
+    def needed(self, length: int) -> int:
+        """Pages for a row of ``length`` tokens."""
+        return self._packing.takes(length) if self._packing else -(-length // self.tokens)
+
+    def longest(self, num_pages: int) -> int:
+        """The longest row that fits in so many pages."""
+        return self._packing.longest(num_pages) if self._packing else num_pages * self.tokens
+
+
+def pages_beside(memory: int, page_bytes: int, kept: int, kept_per_page: int) -> int:
     """Pages for which there is room in ``memory`` beside copies and queries that drafts keep of running sequences.
 
     These take ``kept`` bytes at most; nor do they take more than the pages that the sequences themselves hold, each
-    copied as a whole and with the queries of its tokens.
+    copied as a whole and with the queries of its tokens: ``kept_per_page`` bytes.
     """
-    return max((memory - kept) // page_bytes, memory // (2 * page_bytes + queries_per_page))
+    return max((memory - kept) // page_bytes, memory // (page_bytes + kept_per_page))
 
 
 def memory_left(models: Iterable[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from longdraft.kv.format.base import Format
+from longdraft.kv.groups import read_groups, write_groups
 from longdraft.kv.pool import Pool
 from longdraft.kv.store import PagedStore
 from longdraft.view import LayerKV, TableView
@@ -49,7 +50,6 @@ class CodedStore:
         self.parts = [torch.empty(*size, *p.shape, dtype=p.dtype, device=device) for p in kept]  # untouched, it is free
         self.pool = Pool(num_groups)
         self._rows: dict[int, Coded] = {}
-        self._scratch: LayerKV | None = None
 
     @property
     def bytes_per_group(self) -> int:
@@ -121,22 +121,12 @@ class CodedStore:
         """Raise ``AssertionError`` unless every group is either free or held as often as it is counted."""
         self.pool.check_integrity(coded.units.values() for coded in self._rows.values())
 
-    def scratch(self, num_pages: int) -> LayerKV:
-        """A storage of at least so many pages, the same for all that read; whatever lies in it is stale."""
-        if self._scratch is None or len(self._scratch.k) < num_pages:
-            shape, like = self.source.layout.shape(num_pages), self.source.k
-            self._scratch = LayerKV(like.new_zeros(shape), like.new_zeros(shape))
-        return self._scratch
-
     def _encode(self, units: list[int], slots: torch.Tensor) -> None:
         """The source's tokens at ``slots [L, n * group]``, or ``[L, n * group, G]`` by head, into n groups."""
         layout, slots = self.source.layout, slots.to(self.source.k.device)
         for i, kv in enumerate(self.source.layers):
-            k, v = (
-                x.unflatten(0, (-1, self.group)).transpose(1, 2)
-                for x in (layout.read_k(kv.k, slots[i]), layout.read_v(kv.v, slots[i]))
-            )
-            for part, x in zip(self.parts, self.format.encode(k, v), strict=True):
+            encoded = self.format.encode(*read_groups(layout, kv, slots[i], self.group))
+            for part, x in zip(self.parts, encoded, strict=True):
                 part[i, units] = x
 
 
@@ -175,7 +165,7 @@ class Reading:
             place = torch.arange(span.size, lens[-1])
             targets.append(tables[-1][place // size] * size + place % size)
             sources.append(source.slots(span.row, span.start, span.stop))
-        self._storage = store.scratch(self.num_pages)  # not within a pass, whose tensors nobody else may write to
+        self._storage = source.scratch(self.num_pages)  # not within a pass, whose tensors nobody else may write to
         self.view = TableView(pad_sequence(tables, batch_first=True), torch.tensor(lens), size)
         self._units = torch.tensor(used, dtype=torch.int64, device=device)
         self._decoded = torch.arange(len(used) * store.group, device=device)
@@ -185,9 +175,7 @@ class Reading:
         """See ``Decode``."""
         store, layout, storage = self.store, self.store.source.layout, self._storage
         parts = [part[i, self._units] for part in store.parts]
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in store.format.decode(parts, kv.k.dtype))
-        layout.write_k(storage.k, self._decoded, k)
-        layout.write_v(storage.v, self._decoded, v)
+        write_groups(layout, storage, self._decoded, *store.format.decode(parts, kv.k.dtype))
         layout.write_k(storage.k, self._targets, layout.read_k(kv.k, self._sources))
         layout.write_v(storage.v, self._targets, layout.read_v(kv.v, self._sources))
         return storage

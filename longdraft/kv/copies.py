@@ -99,14 +99,9 @@ class Copies:
 
     def _move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """``sources``: slots ``[L, n]``, or ``[L, n, G]`` by head, to ``targets [n]`` of every layer, in two copies."""
-        layout, device = self.source.layout, self.source.k.device
-        number = torch.arange(len(self.source.layers))
-        step = number * layout.page_size  # all layers of a store, seen as one
-        sources = sources + (step * self.source.num_pages).view(-1, *[1] * (sources.dim() - 1))
-        targets = targets + (step * self.store.num_pages)[:, None]
-        sources, targets = sources.flatten(0, 1).to(device), targets.flatten().to(device)
-        from_k, from_v, to_k, to_v = (
-            x.flatten(0, 1) for x in (self.source.k, self.source.v, self.store.k, self.store.v)
-        )
-        layout.write_k(to_k, targets, layout.read_k(from_k, sources))
-        layout.write_v(to_v, targets, layout.read_v(from_v, sources))
+        layout, store = self.store.layout, self.store
+        step = torch.arange(len(store.layers)) * layout.page_size * store.num_pages  # all layers, seen as one
+        targets = (targets + step[:, None]).flatten().to(store.k.device)
+        k, v = self.source.gather(sources)
+        layout.write_k(store.k.flatten(0, 1), targets, k)
+        layout.write_v(store.v.flatten(0, 1), targets, v)

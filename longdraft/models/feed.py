@@ -47,18 +47,20 @@ def feed(
     """
     ids: list[int] = []
     positions: list[int] = []
-    starts, logits_at, slots = [0], [], []
+    rows, lens, starts, logits_at, slots = [], [], [0], [], []
     for f in feeds:
-        stop = f.start + len(f.tokens)
+        stop, first = f.start + len(f.tokens), len(ids)
         ids.extend(f.tokens)
         positions.extend(range(f.start + f.shift, stop + f.shift))
         slots.append(store.slots(f.row, f.start, stop))
-        starts.append(len(ids))
-        first = len(ids) - len(f.tokens)
+        for end in store.cut(f.start, stop):
+            rows.append(f.row)
+            lens.append(end)
+            starts.append(first + end - f.start)
         logits_at.extend([*range(first, first + f.num_first), *range(len(ids) - f.num_logits, len(ids))])
-    view: KVView = store.view([f.row for f in feeds], [f.start + len(f.tokens) for f in feeds])
-    view = select(view) if select else view
-    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device), max(positions) + 1, decode)
+    view: KVView = store.view(rows, lens)
+    view, own = store.lay_out(select(view) if select else view)
+    plan = AttnPlan(view, torch.tensor(starts), torch.cat(slots).to(model.device), max(positions) + 1, decode or own)
     ids_t, positions_t, at_t = (
         torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
     )

@@ -72,6 +72,7 @@ class FusedDecoder:
             _addresses(kv),
             logits.data_ptr(),
             *_wanted(capture),
+            plan.decode and (lambda i: _address(plan.decode(i, kv[i]))),
         )
         return logits
 
@@ -111,7 +112,11 @@ def int8_twin(model: Transformer) -> Transformer:
 
 
 def _addresses(kv: Sequence[LayerKV]) -> list[tuple[int, int]]:
-    return [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv]
+    return [_address(layer) for layer in kv]
+
+
+def _address(layer: LayerKV) -> tuple[int, int]:
+    return layer.k.data_ptr(), layer.v.data_ptr()
 
 
 def _wanted(capture: Capture | None) -> tuple[int | list[int], ...]:

@@ -16,6 +16,9 @@ from longdraft.errors import OutOfMemoryError
 from longdraft.kernels.attention.mass import PageMass
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.kernels.layout import Layout
+from longdraft.kv.format.base import Format
+from longdraft.kv.formatted import FormattedStore
+from longdraft.kv.store import PagedStore
 from longdraft.models.config import ModelConfig
 from longdraft.models.fused import fuse, int8_twin
 from longdraft.models.layers import GatedMLP, Linear, RMSNorm
@@ -28,7 +31,8 @@ class Transformer:
     """A model's weights, ready to run on one device.
 
     ``dtype`` is what weights are stored in and products' inputs are rounded to; the residual stream, norms, softmax and
-    logits are float32 (float64 under float64). ``kv_dtype`` is what K and V are stored in.
+    logits are float32 (float64 under float64). ``kv_dtype`` is what K and V are stored in; old ones in ``kv_format``,
+    if there is one, which makes another model of it: what it returns is close to what it would, and no more.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Transformer:
         *,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        kv_format: Format | None = None,
         device: torch.device | str = "cpu",
         page_size: int = 16,
         progress: Callable[[int, int], None] | None = None,
@@ -46,7 +51,7 @@ class Transformer:
         """``ends``: a model whose embedding, final norm and head serve this one, too; ``source`` has none then."""
         check_names_and_shapes(config, source, ends is None)
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
-        self.device = torch.device(device)
+        self.kv_format, self.device = kv_format, torch.device(device)
         group_size = config.num_heads // config.num_kv_heads
         self.spec = CallSpec(self.device.type, dtype, self.kv_dtype, config.head_dim, group_size, page_size)
         self._attention = select("attention", self.spec)
@@ -83,7 +88,7 @@ class Transformer:
         capture: Capture | None = None,  # to be filled in
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
-        if self._fused is None or plan.decode is not None:
+        if self._fused is None:
             return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers, capture)
         return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers, capture)
 
@@ -112,6 +117,16 @@ class Transformer:
     def hidden_form(self, taps: int, tokens: int) -> torch.Tensor:
         """Room ``[T, n, hidden]`` for residual streams, to be captured."""
         return torch.empty(taps, tokens, self.config.hidden_size, dtype=self.spec.compute_dtype, device=self.device)
+
+    def new_store(self, num_pages: int) -> PagedStore:
+        """An empty cache for this model's K and V, of so many pages."""
+        sizes = (self.config.num_layers, num_pages, self.layout, self.kv_dtype, self.device)
+        return FormattedStore(*sizes, self.kv_format) if self.kv_format else PagedStore(*sizes)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it is the model that its files say, but for the types of numbers."""
+        return self.kv_format is None
 
     @property
     def fused(self) -> bool:

@@ -6,12 +6,13 @@ import torch
 from longdraft.cli.bench import make_arms
 from longdraft.cli.drafting import draft_config
 from longdraft.config import DraftConfig
-from longdraft.drafts.coded_spec import LAG, old_groups, old_tokens
+from longdraft.drafts.coded_spec import old_groups
 from longdraft.drafts.registry import FORMATS, KVS, SELECTORS, check, kept_tokens, make, named, page_note_bytes
 from longdraft.engine.sizing import kv_bytes_per_token
 from longdraft.errors import InvalidValueError
 from longdraft.kernels.layout import BlockedLayout, PlainLayout
 from longdraft.kv.coded import CodedStore, Reading, Span
+from longdraft.kv.format.base import LAG, old_tokens
 from longdraft.kv.format.quant import LEVELS, Quant8
 from longdraft.kv.select.base import PageSelector
 from longdraft.kv.store import PagedStore

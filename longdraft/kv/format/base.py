@@ -14,6 +14,15 @@ from typing import ClassVar
 
 import torch
 
+from longdraft.config import MAX_GAMMA
+
+LAG = MAX_GAMMA + 1  # final tokens at the end of a row that are never encoded: as many as a step may add, or more
+
+
+def old_tokens(length: int, group: int) -> int:
+    """How many of ``length`` final tokens may be encoded: whole groups, as far as they lie before the last ``LAG``."""
+    return max(0, length - LAG) // group * group
+
 
 @dataclass(frozen=True)
 class Part:

@@ -35,10 +35,14 @@ class StoredKeys(Keys):
     def __init__(self, store: PagedStore, row: int, length: int) -> None:
         self.store, self.length = store, length
         self._pages = store.pages(row, 0, store.pages_for(length)).to(store.k.device)
-        super().__init__(lambda layer: store.layout.read_pages_k(store.k[layer], self._pages)[:length])
+        super().__init__(self._read_layer)
+
+    def _read_layer(self, layer: int) -> torch.Tensor:
+        kv, pages = self.store.at(layer, self._pages)
+        return self.store.layout.read_pages_k(kv.k, pages)[: self.length]
 
     def mass(self, queries: torch.Tensor, start: int) -> torch.Tensor:
         """See ``Keys``."""
-        if not native.can_rate(self.store.layout, self.store.k):
+        if self.store.format or not native.can_rate(self.store.layout, self.store.k):
             return super().mass(queries, start)
         return native.token_mass(queries, start, self.store.k, self.store.layout, self._pages)[..., : self.length]

@@ -56,13 +56,14 @@ class PageBounds(PageMemory):
     """The bounds of every page of a store that is full and final, and each row's newest queries.
 
     Bounds lie by page, not by row: rows that share pages share them. A row's are made as its prompt is filled, and when
-    it is rated, of all pages that have become full since; what may still be taken back lies behind those.
+    it is rated, of all pages that have become full since; what may still be taken back lies behind those. Pages that
+    will be encoded get others then, and are looked at anew until they are.
     """
 
     def __init__(self, store: PagedStore, window: int) -> None:
         self.store, self.window = store, window
         layout = store.layout
-        shape = (len(store.layers), store.num_pages, layout.num_kv_heads, 2, layout.head_dim)
+        shape = (len(store.layers), store.num_numbers, layout.num_kv_heads, 2, layout.head_dim)
         self.bounds = torch.empty(shape, dtype=store.k.dtype, device=store.k.device)  # untouched, it costs no memory
         self._known: dict[int, int] = {}  # so many of a row's first pages have their bounds
         self._seen: dict[int, Seen] = {}
@@ -87,8 +88,8 @@ class PageBounds(PageMemory):
         known = self._known.get(row, 0)
         if known < pages:
             table = self._table(row, known, pages)
-            self.bounds[:, table] = self.store.layout.bounds_k(self.store.k, table)
-            self._known[row] = pages
+            self.bounds[:, table] = self.store.bounds(table)
+            self._known[row] = min(pages, self.store.settled_pages(row))
 
     def fork(self, source: int, child: int, length: int) -> None:
         """See ``PageMemory``."""
