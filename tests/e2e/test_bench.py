@@ -21,7 +21,7 @@ from tests.e2e.command import longdraft
 CELL = {
     *("batch", "context", "dtype", "draft", "weights", "budget", "gamma", "temperature", "plain_tok_s", "spec_tok_s"),
     *("speedup", "ci_low", "ci_high", "identical", "tokens_per_verify", "acceptance_by_position", "t_plain_ms"),
-    *("t_draft_ms", "t_verify_ms", "roof_share", "repeated_8gram", "simulated", "noisy"),
+    *("t_draft_ms", "t_verify_ms", "roof_share", "repeated_8gram", "simulated", "noisy", "predicted"),
 }
 SELF = Arm("streaming_llm", DraftConfig(budget=16, gamma=2))
 FULL = Arm("full", DraftConfig(kv="full", gamma=3))
@@ -86,7 +86,7 @@ def test_an_arm_whose_drafts_are_chosen(llm, rate):
     """What was chosen in its turns alone, whatever else ran; also with imposed acceptance."""
     auto, fixed = measure(llm, Plan((2,), (64,), (AUTO, SELF), **SMALL, assume_acceptance=rate))
     report = auto.report()
-    assert report.keys() == CELL | {"control"}
+    assert report.keys() == CELL | {"control", "over_fixed"}
     assert (auto.identical, auto.budget, auto.weights, fixed.control) == (True, None, "auto", None)
     chosen = auto.control["chosen"]
     assert sum(one["share"] for one in chosen) == pytest.approx(1)
@@ -234,9 +234,21 @@ def test_the_machine():
 
 
 def test_a_difference_is_exit_status_1(folder, monkeypatch, wrong_verify):
-    monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
     monkeypatch.setattr("longdraft.bench.machine.ROOF_BYTES", 2**20)
-    args = ["--draft", "full", "--batch", "2", "--context", "64", "--rounds", "2", "--round-tokens", "4"]
+    args = [
+        "--draft",
+        "full",
+        "--text",
+        "random",
+        "--batch",
+        "2",
+        "--context",
+        "64",
+        "--rounds",
+        "2",
+        "--round-tokens",
+        "4",
+    ]
     done = CliRunner().invoke(app, ["bench", "decode", "--model", str(folder), "--dtype", "float64", *args])
     assert done.exit_code == 1, done.output
     report = json.loads(done.stdout.splitlines()[-1])
@@ -252,7 +264,7 @@ def test_the_verb(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads(file.read_text())
-    assert report.keys() == {"machine", "model", "cells", "peers"}
+    assert report.keys() == {"machine", "model", "text", "cells", "peers"}
     assert {"name", "dtype", "kv_dtype", "weight_bytes", "kv_bytes_per_token"} <= report["model"].keys()
     assert len(report["cells"]) == 8
     assert all(cell.keys() == CELL and cell["identical"] for cell in report["cells"])
@@ -265,8 +277,7 @@ def test_ctrl_c_prints_what_is_known(folder, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "disturbed", interrupted)
-    monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
-    args = ["--batch", "1", "--context", "32", "--rounds", "2", "--round-tokens", "4"]
+    args = ["--text", "random", "--batch", "1", "--context", "32", "--rounds", "2", "--round-tokens", "4"]
     done = CliRunner().invoke(app, ["bench", "decode", "--model", str(folder), "--dtype", "float64", *args])
     assert done.exit_code == 130, done.output
     assert json.loads(done.stdout.splitlines()[-1])["cells"] == []
@@ -302,6 +313,8 @@ def test_prompts_differ(embedded_path):
         (("--plot", "x.pdf"), ".png"),
         (("--json", "/no/such/folder/x.json"), "folder"),
         (("--peer", "vllm"), "--peer"),
+        (("--text", "verse"), "--text"),
+        (("--context", "500,700"), "--context"),
     ],
 )
 def test_wrong_options_are_refused(args, words):
