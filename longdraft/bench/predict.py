@@ -18,7 +18,7 @@ def predicted_speedup(llm: LLM, arm: Arm, prompts: Sequence[int], plain: Turn, f
     if arm.config is None:
         return fast.control.plain_s / fast.control.expected_s
     control, draft = llm.engine.control, draft_key(arm.config)
-    if draft not in control.drafts:
+    if not control.prices.knows(draft):
         return None
     lengths, rows = _grown(prompts, fast), len(prompts)
     proposed = sum(fast.drafted) / fast.passes  # fewer than γ where a draft finds nothing

@@ -43,14 +43,14 @@ def require_pages(llm: LLM, batch: int, context: int, forks: int, life: int) -> 
 def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
     """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources.
 
-    Drafts that are chosen step by step take it in when they are.
+    Drafts that are chosen step by step have done so where they are told of prompts; others do when they are chosen.
     """
     engine = llm.engine
     rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
     for seq in rows:
         engine.hold(seq.id)
-    if arm.config:
-        engine.runner.draft(arm.config).follow(rows)
+    for config in {config for seq in rows for config in engine.control.told(seq)}:
+        engine.runner.draft(config).follow(rows)
     return rows
 
 

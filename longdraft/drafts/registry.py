@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 
 import torch
 
@@ -154,6 +155,7 @@ def make(
     return SmallModel(own, reader, model.config.vocab_size)
 
 
+@lru_cache(maxsize=256)
 def selector(config: DraftConfig) -> Selector:
     """The selection by name, with those of the config's settings that it has and that are set."""
     kind = SELECTORS[config.selection]

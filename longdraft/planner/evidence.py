@@ -42,22 +42,25 @@ class Evidence:
         tested = [offer for offer in offers if self.pools[offer.number].evidence(step) >= ENOUGH]
         return tested if tested or step > 1 else offers
 
-    def observe(self, rounds: Sequence[Round], step: int, blind: Sequence[Round]) -> dict[int, list[Try]]:
+    def observe(
+        self, rounds: Sequence[Round], step: int, blind: Sequence[Round], guessed: Mapping[int, list[Try]]
+    ) -> dict[int, list[Try]]:
         """What rounds say of drafts that are known here, under the coupled rule; returned by their numbers.
 
-        ``blind`` rounds say nothing.
+        ``blind`` rounds say nothing; ``guessed`` is what guesses say, by the numbers of drafts.
         """
-        seen: dict[int, list[Try]] = {}
+        seen: dict[int, list[Try]] = {number: list(tries) for number, tries in guessed.items() if tries}
         for r in rounds:
             draft = r.row.choice.draft
             number = self.numbers.get(draft_key(draft)) if draft and r.asked else None
             if number is None or draft.sampling_rule != "coupled" or r in blind:
                 continue
             seen.setdefault(number, []).append((r.row.seq.id, r.asked, r.accepted))
-            own = self._own.setdefault(r.row.seq.id, {}).setdefault(number, Own(self.positions))
-            own.observe(step, r.asked, r.accepted)
         for number, tries in seen.items():
             self.pools[number].observe(step, tries)
+            for seq_id, asked, accepted in tries:
+                own = self._own.setdefault(seq_id, {}).setdefault(number, Own(self.positions))
+                own.observe(step, asked, accepted)
         return seen
 
     def doubt(self, new: set[int]) -> None:
