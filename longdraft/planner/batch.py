@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import ceil, log2
 
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
@@ -22,8 +22,8 @@ def situation(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def verify_kind(tokens: Sequence[float], lengths: Sequence[int]) -> Kind:
-    """The kind of a target's pass, for its pace: tokens per row, and that in a situation."""
-    kind = "target", round(sum(tokens) / len(tokens))
+    """The kind of a target's pass, for its pace: tokens per row, plain ones apart, and that in a situation."""
+    kind = "target", ceil(sum(tokens) / len(tokens))
     return kind, (*kind, *situation(lengths))
 
 

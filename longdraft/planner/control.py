@@ -24,12 +24,13 @@ from longdraft.planner.evidence import Evidence
 from longdraft.planner.joint import Plan, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
-from longdraft.planner.reasons import MEASURING, why_off
+from longdraft.planner.reasons import LOW_ACCEPTANCE, MEASURING, why_off
 from longdraft.planner.trials import Trials
-from longdraft.planner.watch import GUESS, Watch
+from longdraft.planner.watch import LONG
 
 SOONEST, LATEST = 2, 16  # steps for which a plan stands while its rows stay the same: at first, and at most
 SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
+FEW = 1 / 8  # of the rows: if the texts of more than these begin or end to repeat themselves, a plan is adapted
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
 
@@ -51,6 +52,7 @@ class _Standing:
     plain: Plan
     reasons: list[str | None]
     situation: tuple[int, int]
+    kinds: list[int]  # of the guesses of the draft that is watched
     made: int
     began: int  # the step in which these rows came together
 
@@ -79,8 +81,8 @@ class Controller:
         self.prices, self.max_gamma, self.pace = prices, max_gamma, Pace()
         self.drafts = tuple(draft_key(draft) for draft in drafts)
         self.evidence = Evidence(drafts, max_gamma)
-        numbers = range(len(self.drafts))
-        self.watch, self._watched = Watch(), next((n for n in numbers if self.drafts[n].weights == "ngram"), None)
+        self._watched = self.evidence.watched
+        self._aside = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts], self._watched)
         self.stats = ControlStats()
         self._labels = [draft.label for draft in self.drafts]
@@ -125,8 +127,7 @@ class Controller:
         lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
         self._observe_pace(rounds, lengths, seconds, draft_s, woken)
         blind = [r for r in woken if needs(r.row.choice.draft).tokens]
-        guessed = {} if self._watched is None else {self._watched: self.watch.observe(rounds)}
-        seen = self.evidence.observe(rounds, self._step, blind, guessed)
+        seen = self.evidence.observe(rounds, self._step, blind)
         self.trials.observe(None if any(r.row.room for r in rounds) else situation(lengths), seen, self._step)
         if self._now:
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
@@ -149,7 +150,6 @@ class Controller:
         """See ``Control``."""
         self._rows.pop(seq_id, None)
         self.evidence.release(seq_id)
-        self.watch.release(seq_id)
 
     # --- the plan
 
@@ -158,7 +158,7 @@ class Controller:
         ids = tuple(seq.id for seq in seqs)
         standing = self._standing
         if standing and standing.ids == ids and self._step < standing.until and not self._surprised:
-            return standing
+            return self._adapted(standing)
         problem = self._problem(seqs, choosing)
         plain, best = problem.plain(), replace(problem, offers=self.evidence.tested(problem.offers, self._step)).best()
         on, same = standing is not None and not standing.plan.off, standing is not None and standing.ids == ids
@@ -173,14 +173,34 @@ class Controller:
         else:
             self._drop_idle(problem, plan, self._step - standing.made)
         if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None, self._watched}:
-            self.evidence.doubt({*new, self._watched})
+            self.evidence.doubt(new)
             self.trials.begin_anew(self._step)
         self._short, self._surprised = 0.0, False
         began = standing.began if same else self._step
         still_off = same and plan.off and standing.plan.off  # then for the same reasons, which take long to find
         reasons = standing.reasons if still_off else why_off(problem, plan, plain)
-        where = situation(problem.costs.lengths)
-        self._standing = _Standing(ids, problem, plan, plain, reasons, where, self._step, began)
+        where, kinds = situation(problem.costs.lengths), self._kinds(problem)
+        self._standing = _Standing(ids, problem, plan, plain, reasons, where, kinds, self._step, began)
+        return self._standing
+
+    def _kinds(self, problem: Problem) -> list[int]:
+        return [self.evidence.watch.kind(i) for i in problem.ids] if self.evidence.watch else []
+
+    def _adapted(self, standing: _Standing) -> _Standing:
+        """What stands, with the draft that is watched for other rows where its guesses are of other kinds now."""
+        kinds, watched = self._kinds(standing.problem), self._watched
+        changed = sum(now != then for now, then in zip(kinds, standing.kinds, strict=True))
+        if changed <= FEW * len(kinds):
+            return standing
+        offer = self.evidence.watched_offer(standing.problem.ids, self._step)
+        offers = [offer if other.number == watched else other for other in standing.problem.offers]
+        problem, plan = replace(standing.problem, offers=offers, _plans={}), standing.plan
+        gammas = [0 if draft == watched else gamma for draft, gamma in zip(plan.drafts, plan.gammas, strict=True)]
+        base = problem.plan(plan.drafts, gammas)
+        found = problem.alone(offer, base.rate) if base.off else problem.take_over(base, offer)
+        plan = found if found.rate > (BETTER if standing.plan.off else 1.0) * base.rate else base
+        reasons = [None if gamma else LOW_ACCEPTANCE for gamma in plan.gammas]
+        self._standing = replace(standing, problem=problem, plan=plan, reasons=reasons, kinds=kinds)
         return self._standing
 
     def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
@@ -198,18 +218,14 @@ class Controller:
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
         row = self._rows.setdefault(seq.id, self._new_row())  # it may have been preempted since the plan was made
-        if number == self._watched:
-            self.watch.release(seq.id)
-        elif number is not None:
+        if number is not None:
             if number not in row.kept and self.prices.wake(self.drafts[number], seq.num_committed) > 0:
                 self._now.woken.add(seq.id)
             row.kept[number] = 0.0
         dropped = tuple(self.drafts[n] for n in row.dropped if n not in row.kept)
         row.dropped.clear()
         draft = None if number is None else self._with_gamma[number][gamma]
-        asked = self._watched is not None and number != self._watched and self.watch.due(seq.id)
-        aside = self._with_gamma[self._watched][min(GUESS, self.max_gamma)] if asked else None
-        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped, aside)
+        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped, self._aside)
 
     def _new_row(self) -> _Row:
         """The draft that is watched has a state of every row, from its prompt on."""

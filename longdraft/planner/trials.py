@@ -21,7 +21,7 @@ WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
 FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
 FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
-CERTAIN = 1.6  # speed-up of which a plain step, once seen, need not be measured again
+CERTAIN, ONCE = 1.6, 2  # speed-up of which plain steps, seen so often, need not be measured again
 TRIES = 4  # proposed tokens that a trial takes at least, over so many rounds at most
 PROMISING = 0.7  # share of accepted tokens of a row that calls for another round at once
 
@@ -101,7 +101,7 @@ class Trials:
         for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
             self._drafts[number].due = step + FIRST
         measured = self._plain.setdefault(situation, _Plain(step + FIRST_PLAIN))
-        doubtful = not measured.seen or plan.rate < CERTAIN * plain.rate
+        doubtful = measured.seen < ONCE or plan.rate < CERTAIN * plain.rate
         if not plan.off and step >= measured.due and doubtful:
             measured.measured(step)  # also where rows that do not choose go on with their drafts
             return plain

@@ -2,21 +2,26 @@
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from longdraft import LLM, DraftConfig
-from longdraft.bench import PLAIN, Arm, Plan, interval, repeated_share
+from longdraft.bench import PLAIN, Arm, Plan, Turn, interval, repeated_share
 from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
+from longdraft.bench.predict import predicted_speedup
 from longdraft.cli.app import app
 from longdraft.cli.bench import _lines, make_arms
 from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
+from longdraft.outputs import ControlStats
 from tests.e2e.command import longdraft
+from tests.unit.recorded import INT8, Flat
 
 CELL = {
     *("batch", "context", "dtype", "draft", "weights", "budget", "gamma", "temperature", "plain_tok_s", "spec_tok_s"),
@@ -96,6 +101,36 @@ def test_an_arm_whose_drafts_are_chosen(llm, rate):
     lines = {name: values for name, _, values in _lines([auto, fixed])}
     assert lines["Eq. 2 residual"][0].endswith("%")
     assert lines["Eq. 2 residual"][1] == ""
+
+
+def test_control_learns_from_its_own_turns_alone(folder):
+    own = LLM(folder, dtype="float64", kv_cache_memory_bytes=2**24)
+    measure(own, Plan((1,), (64,), (Arm("window", DraftConfig(budget=256, gamma=2)),), **SMALL))
+    control = own.engine.control
+    assert (control.pace._seen, control.evidence.pools[0].evidence(0)) == (0, 0)
+    measure(own, Plan((1,), (64,), (AUTO,), **SMALL))
+    assert control.pace._seen > 0
+
+
+def test_rows_of_several_lengths_in_one_batch(llm):
+    auto, fixed = measure(llm, Plan((3,), ((32, 64),), (AUTO, LOOKUP), **SMALL))
+    assert (auto.context, auto.row_contexts, auto.identical) == (43, [32, 64, 32], True)
+    assert "row_contexts" in fixed.report()
+    assert auto.over_fixed.arm in ("plain", "ngram γ2")
+    slower = fixed if fixed.spec_tok_s > fixed.plain_tok_s else replace(fixed, spec_tok_s=fixed.plain_tok_s)
+    assert auto.over_fixed.arm == ("ngram γ2" if slower is fixed else "plain")
+
+
+def test_what_prices_say_of_a_measured_speedup():
+    """A pass takes a second, a drafted token half of one: 2.5 tokens per pass in two seconds."""
+    turns = Turn(50, 1.0, 0.0, 10, 20, drafted=[20, 20], accepted=[15, 15], context=101.0)
+    arm, prices = Arm("int8", replace(INT8, gamma=2)), Flat(0.5)
+    llm = SimpleNamespace(engine=SimpleNamespace(control=SimpleNamespace(prices=prices)))
+    assert predicted_speedup(llm, arm, [90, 110], turns, turns) == pytest.approx(1.25)
+    prices.knows = lambda draft: False
+    assert predicted_speedup(llm, arm, [90, 110], turns, turns) is None
+    control = ControlStats(seconds=9.0, plain_s=6.0, expected_s=4.0)
+    assert predicted_speedup(llm, AUTO, [90, 110], turns, replace(turns, control=control)) == pytest.approx(1.5)
 
 
 def test_auto_is_one_arm_whatever_budgets_and_gammas_are_asked_for():

@@ -29,6 +29,7 @@ from tests.exact.test_contract import (
 from tests.unit.recorded import Flat
 
 AUTO = AutoDraft()
+ASIDE = DraftConfig(weights="ngram", gamma=8)
 
 
 class AtRandom:
@@ -47,7 +48,8 @@ class AtRandom:
             draft = replace(self.deck.pop(), gamma=rng.randint(1, 6))
             self.used.add(replace(draft, gamma=1))
         dropped = tuple(rng.sample(self.drafts, 2)) if rng.random() < 0.1 else ()
-        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped)
+        aside = ASIDE if rng.random() < 0.5 else None
+        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped, aside)
 
     def told(self, seq):
         return tuple(self.rng.sample(self.drafts, 3)) if isinstance(seq.draft, AutoDraft) else seq.own_choice.told
