@@ -79,8 +79,8 @@ class Runner:
                 groups[row.choice.aside].append(i)
         for config, members in groups.items():
             asked = [DraftRow(rows[i].seq, config.gamma) for i in members]
-            draft = [self._of(row.seq, config) for row in asked][0]
-            for i, tokens in zip(members, draft.propose(asked, sampled=False).tokens, strict=True):
+            self._users[draft_key(config)].update(row.seq.id for row in asked)
+            for i, tokens in zip(members, self.draft(config).propose(asked, sampled=False).tokens, strict=True):
                 rows[i] = replace(rows[i], guess=tuple(tokens))
 
     @property

@@ -28,7 +28,8 @@ from longdraft.planner.reasons import LOW_ACCEPTANCE, MEASURING, why_off
 from longdraft.planner.trials import Trials
 from longdraft.planner.watch import LONG
 
-SOONEST, LATEST = 2, 16  # steps for which a plan stands while its rows stay the same: at first, and at most
+SOONEST = 2  # steps for which a plan stands at first while its rows stay the same
+PLAN_EVERY, OFF_EVERY = 16, 64  # at most, and one without drafts
 SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
 FEW = 1 / 8  # of the rows: if the texts of more than these begin or end to repeat themselves, a plan is adapted
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
@@ -59,7 +60,7 @@ class _Standing:
     @property
     def until(self) -> int:
         """The step before which it is not made anew for its age: soon while little is known of the rows."""
-        return self.made + min(max(SOONEST, self.made - self.began), LATEST)
+        return self.made + min(max(SOONEST, self.made - self.began), OFF_EVERY if self.plan.off else PLAN_EVERY)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,9 @@ class Controller:
         base = problem.plan(plan.drafts, gammas)
         found = problem.alone(offer, base.rate) if base.off else problem.take_over(base, offer)
         plan = found if found.rate > (BETTER if standing.plan.off else 1.0) * base.rate else base
-        reasons = [None if gamma else LOW_ACCEPTANCE for gamma in plan.gammas]
+        reasons = [
+            None if gamma else was or LOW_ACCEPTANCE for gamma, was in zip(plan.gammas, standing.reasons, strict=True)
+        ]
         self._standing = replace(standing, problem=problem, plan=plan, reasons=reasons, kinds=kinds)
         return self._standing
 

@@ -93,7 +93,7 @@ def test_a_mixed_batch_gains_over_always_and_never():
     late = world.steps[-60:]
     drafted = [sum(rows[i][1] > 0 for rows in late) for i in range(8)]
     assert min(drafted[:2]) > 45
-    assert sum(drafted[2:]) < 0.2 * 6 * 60  # tried now and then, as they might have changed
+    assert sum(drafted[2:]) < 0.25 * 6 * 60  # tried now and then, as they might have changed
     seconds = world.costs.target([7200] * 8, [5] * 8) + world.costs.draft(INT8, [7200] * 8, [4] * 8)
     always = sum(sum(rate**k for k in range(5)) for rate in rates) / seconds
     never = 8 / world.costs.target([7200] * 8, [1] * 8)
