@@ -19,7 +19,9 @@ from longdraft.planner.estimate import Own, Pool, survival
 from longdraft.planner.hardware import unmeasured_cpu
 from longdraft.planner.joint import Offer, Problem
 from longdraft.planner.pace import Pace
+from longdraft.planner.reasons import MEASURING
 from longdraft.planner.roofline import Roofline
+from longdraft.planner.trials import Trials
 from tests.unit.recorded import EPYC, INT8, NGRAM, WINDOW, Flat, Recorded, World, oracle, sequence
 
 DRAFTS = {INT8: 0.75, WINDOW: 0.75}
@@ -279,6 +281,27 @@ def test_a_pass_costs_its_price_times_the_pace_of_its_kind():
     costs = BatchCosts(EPYC, pace, (INT8,), seqs, [0], {})
     dear = costs.target([4]) / EPYC.target([7000], [4])
     assert dear / (costs.target([1]) / EPYC.target([7000], [1])) == pytest.approx(1.5, rel=0.05)
+
+
+def test_plain_passes_are_a_kind_of_their_own():
+    """Verifying a long guess of one row among sixteen is no plain step, however few tokens that is on average."""
+    assert verify_kind([1] * 15 + [8], [700] * 16)[0] != verify_kind([1] * 16, [700] * 16)[0]
+    assert verify_kind([2] * 4, [700] * 4)[0] == verify_kind([2] * 8, [7000] * 8)[0]
+    assert len({verify_kind([2] * rows, [length] * rows)[1] for rows in (4, 8) for length in (700, 7000)}) == 4
+
+
+def test_plain_decoding_is_measured_again_only_where_the_gain_is_in_doubt():
+    """Where drafting pays for sure it is measured twice in all."""
+    for rate, least, most in ((0.95, 1, 2), (0.6, 3, 9)):
+        world = play([7000] * 8, lambda row, at, rate=rate: rate, 600)
+        assert least <= world.control.stats.off[MEASURING] / 8 <= most
+
+
+def test_new_rows_bring_credit_for_trials():
+    """Of whose text nothing is known yet: as much as a plain step of them takes."""
+    trials, plain = Trials([False]), Problem(OneBatch(EPYC, [INT8], [7000] * 4), [], [8] * 4).plain()
+    trials.welcome(0.5, plain)
+    assert trials.credit == pytest.approx(plain.seconds / 2)
 
 
 # --- states of drafts

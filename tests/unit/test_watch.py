@@ -50,7 +50,8 @@ def test_kinds_of_guesses(guess, kind):
 
 
 def test_a_guess_that_is_proposed_counts_as_its_round_and_no_other():
-    *_, tried, stood = watched(sequence(0, 10), ([1], LONG_GUESS, False), ([2, 3, 9], LONG_GUESS[1:] + (9,), True))
+    proposed = ([2, 3, 9], (*LONG_GUESS[1:], 9), True)
+    *_, tried, stood = watched(sequence(0, 10), ([1], LONG_GUESS, False), proposed, ([5], (), False))
     assert (tried, stood) == ([1, 1, 1, 0], [1, 1, 0, 0])
 
 
