@@ -30,7 +30,7 @@ from longdraft.planner.watch import LONG
 
 SOONEST = 2  # steps for which a plan stands at first while its rows stay the same
 PLAN_EVERY, OFF_EVERY = 16, 64  # at most, and one without drafts
-SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
+SURPRISE = 1.5  # steps by which a plan must be missed, in tokens or in time, to be made anew at once
 FEW = 1 / 8  # of the rows: if the texts of more than these begin or end to repeat themselves, a plan is adapted
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
@@ -91,7 +91,7 @@ class Controller:
         self._rows: dict[int, _Row] = {}  # by sequence id
         self._step = 0
         self._standing: _Standing | None = None
-        self._short, self._surprised = 0.0, False  # tokens by which the plan was missed; whether it calls for a new one
+        self._short, self._surprised = 0.0, False  # steps by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
 
     # --- the engine's interface
@@ -132,8 +132,8 @@ class Controller:
         self.trials.observe(None if any(r.row.room for r in rounds) else situation(lengths), seen, self._step)
         if self._now:
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
-            self._short = max(0.0, self._short + expected - came)
-            self._surprised = self._short > SURPRISE * expected or self._now.plan is not self._standing.plan
+            self._short = max(0.0, self._short + seconds / self._now.plan.seconds - came / expected)
+            self._surprised = self._short > SURPRISE or self._now.plan is not self._standing.plan
             self._count(rounds, seconds, self._now)
         for r in rounds:  # of one that has just ended nothing more is wanted
             if r.row.seq.status is Status.FINISHED:

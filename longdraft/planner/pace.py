@@ -3,7 +3,8 @@
 The logarithm of observed over predicted seconds is taken as the sum of the machine's pace at the moment, which all
 passes share, and of constants by which prices are wrong: one for each kind of pass, and one for that kind in batches of
 about this size and length. All are followed by a Kalman filter that keeps variances only: what is uncertain moves, what
-is known stays, and a burst of other work moves little.
+is known stays, and a burst of other work moves little. A pass that was not seen in some batches is taken to be somewhat
+faster than is likely: else one that is as slow as it was thought to be is never looked at.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Hashable
 from math import exp, log, sqrt
 
 NOISE = 0.06**2  # variance of one observation
+COLD = 0.5**2  # of the first one: memory is touched for the first time
+HOPE = 0.5  # standard deviations by which a kind that was never seen is hoped to be faster
 MACHINE_START, MACHINE_DRIFT = 4.0, 1e-4  # variance at first, and what it grows by with each observation
 PART_START, PART_DRIFT = (0.15**2, 0.1**2), (4e-6, 2e-5)  # of a kind, and of it in some batches
 OUTLIER = 3.0  # standard deviations to which a surprise is cut
@@ -30,7 +33,9 @@ class Pace:
 
     def factor(self, kind: Kind) -> float:
         """By which to multiply a price."""
-        return exp(self._machine + sum(self._part(kind, depth)[0] for depth in range(len(kind))))
+        parts = [self._part(kind, depth) for depth in range(len(kind))]
+        hope = 0.0 if kind[-1] in self._parts else HOPE * sqrt(sum(variance for _, variance in parts))
+        return exp(self._machine + sum(offset for offset, _ in parts) - hope)
 
     def observe(self, kind: Kind, seconds: float, price: float) -> None:
         """A pass of some kind took ``seconds``; its price was ``price``."""
@@ -38,7 +43,7 @@ class Pace:
             return
         parts = [self._part(kind, depth) for depth in range(len(kind))]
         machine = self._machine_variance + MACHINE_DRIFT
-        total = machine + sum(variance for _, variance in parts) + NOISE
+        total = machine + sum(variance for _, variance in parts) + (NOISE if self._seen else COLD)
         surprise = log(seconds / price) - self._machine - sum(offset for offset, _ in parts)
         limit = OUTLIER * sqrt(total)
         surprise = min(max(surprise, -limit), limit)

@@ -223,7 +223,7 @@ def test_pace_learns_the_scale_and_each_kinds_own_error():
         pace.observe(kind, burst * true[kind] * math.exp(rng.gauss(0, 0.05)), 1.0)
     assert pace.factor(a) == pytest.approx(3.0, rel=0.05)
     assert pace.factor(b) / pace.factor(a) == pytest.approx(1.2, rel=0.04)
-    assert 2.9 < pace.factor(("new", "new here")) < 3.7  # as one of the two, or between them
+    assert 2.6 < pace.factor(("new", "new here")) < 3.4  # as one of the two, or somewhat faster
     for _ in range(60):  # the machine slows down; what was not seen is known to be slower, too
         pace.observe(a, 6.0, 1.0)
     assert pace.factor(b) / pace.factor(a) == pytest.approx(1.2, rel=0.1)

@@ -85,5 +85,5 @@ def test_prompts_are_taken_in_and_the_state_is_kept():
         row = Row(seq, 1, 1, room=choice.draft.gamma if choice.draft else 0, choice=choice, guess=())
         seq.ids.append(0)
         seq.num_committed += 1
-        control.observe([Round(row, row.room, 0, 1)], 0.01, {})
+        control.observe([Round(row, row.room, 0, 1)], EPYC.target([seq.num_committed], [1 + row.room]), {})
     assert "ngram" not in drafts[40:]  # nothing of it would stand, so it is never tried
