@@ -66,7 +66,9 @@ class BatchCosts:
             for i, count in zip(self.choosing, tokens, strict=True):
                 fed[i] = count
             price = self.prices.target(self.lengths, fed)
-            self._passes[key] = self.constant + self._factor(verify_kind(fed, self.lengths)) * price
+            seconds = self.constant + self._factor(verify_kind(fed, self.lengths)) * price
+            plain = (1,) * len(key)  # whatever was observed: more tokens take no less time
+            self._passes[key] = seconds if key == plain else max(seconds, self.target(plain))
         return self._passes[key]
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:

@@ -256,6 +256,7 @@ class Controller:
         woken: Sequence[Round],
     ) -> None:
         """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones."""
+        self.pace.tried(verify_kind([1 + r.row.room for r in rounds], lengths))
         fed = [1 + len(r.row.proposal) for r in rounds]
         self.pace.observe(verify_kind(fed, lengths), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
         for config, spent in draft_s.items():

@@ -54,6 +54,10 @@ class Pace:
             gain = variance / total
             self._parts[name] = offset + gain * surprise, variance * (1 - gain), self._seen
 
+    def tried(self, kind: Kind) -> None:
+        """A pass of that kind was meant to be; whether it came to it or not, it is hoped of no longer."""
+        self._parts.setdefault(kind[-1], (0.0, PART_START[len(kind) - 1], self._seen))
+
     def _part(self, kind: Kind, depth: int) -> tuple[float, float]:
         """The offset and variance of a part by now."""
         start, drift = PART_START[depth], PART_DRIFT[depth]
