@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 ITERATIONS = 2
+PATIENCE = 2  # rounds of so many lengths that are worse than a shorter one end the search for longer ones
 
 
 class Costs(Protocol):
@@ -111,7 +112,7 @@ class Problem:
 
     def alone(self, offer: Offer, rate: float) -> Plan:
         """The best plan with this draft only, of those that pay at the margin at ``rate`` tokens per second."""
-        drafts, best = [offer.number] * len(self.caps), None
+        drafts, best, worse = [offer.number] * len(self.caps), None, 0
         shared = self._draft_margin(offer)
         for cut in range(1, max(self.caps, default=0) + 1):
             least = rate * (shared + self._verify_margin(cut))
@@ -119,9 +120,12 @@ class Problem:
             if max(gammas) < cut:
                 break
             plan = self.plan(drafts, gammas)
-            if best is not None and plan.rate <= best.rate:  # longer ones are worse still
+            if best is None or plan.rate > best.rate:
+                best, worse = plan, 0
+            else:
+                worse += 1
+            if worse == PATIENCE:  # longer ones are worse still
                 break
-            best = plan
         return best or self.plain()
 
     def take_over(self, plan: Plan, offer: Offer) -> Plan:

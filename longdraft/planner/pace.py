@@ -17,7 +17,7 @@ COLD = 0.5**2  # of the first one: memory is touched for the first time
 HOPE = 0.5  # standard deviations by which a kind that was never seen is hoped to be faster
 MACHINE_START, MACHINE_DRIFT = 4.0, 1e-4  # variance at first, and what it grows by with each observation
 PART_START, PART_DRIFT = (0.15**2, 0.1**2), (4e-6, 2e-5)  # of a kind, and of it in some batches
-OUTLIER = 3.0  # standard deviations to which a surprise is cut
+OUTLIER, FIRST = 3.0, 1.0  # standard deviations to which a surprise is cut; of a kind that was never seen
 
 
 Kind = tuple[Hashable, ...]  # what a pass is, then also in what batch
@@ -45,7 +45,8 @@ class Pace:
         machine = self._machine_variance + MACHINE_DRIFT
         total = machine + sum(variance for _, variance in parts) + (NOISE if self._seen else COLD)
         surprise = log(seconds / price) - self._machine - sum(offset for offset, _ in parts)
-        limit = OUTLIER * sqrt(total)
+        known = not self._seen or kind[-1] in self._parts  # else one burst of other work would condemn it for good
+        limit = (OUTLIER if known else FIRST) * sqrt(total)
         surprise = min(max(surprise, -limit), limit)
         self._machine += machine / total * surprise
         self._machine_variance = machine * (1 - machine / total)

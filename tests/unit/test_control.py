@@ -229,6 +229,18 @@ def test_pace_learns_the_scale_and_each_kinds_own_error():
     assert pace.factor(b) / pace.factor(a) == pytest.approx(1.2, rel=0.1)
 
 
+def test_one_burst_does_not_condemn_a_kind():
+    """The first pass of a kind takes four times as long as it should: it is dearer by a quarter at most."""
+    pace, plain, long = Pace(), (("x", 1), ("x", 1, 1)), (("x", 9), ("x", 9, 1))
+    for _ in range(10):
+        pace.observe(plain, 1.0, 1.0)
+    pace.observe(long, 4.0, 1.0)
+    assert pace.factor(long) / pace.factor(plain) < 1.25
+    for _ in range(6):
+        pace.observe(long, 4.0, 1.0)  # so it is
+    assert pace.factor(long) / pace.factor(plain) > 2.5
+
+
 def test_a_price_may_be_wrong_in_some_batches_only():
     """Long known to be right elsewhere, a kind of pass is half as dear again here: soon that is known."""
     pace, here, there = Pace(), (("x", 2), ("x", 2, 16)), (("x", 2), ("x", 2, 1))
