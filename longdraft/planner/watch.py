@@ -2,8 +2,8 @@
 
 How much it has to say, that is how many of the text's last tokens it has found before, tells how often it is right,
 whatever the text: one that repeats itself is told from one that does not at once. So its acceptance is known by kind of
-guess, not by row. A guess that was not used is compared with the text as it comes and counts as a round of its own; the
-next one that is followed is made where that round would have ended.
+guess, not by row. A guess is compared with the text as it comes and counts as a round of its own, also where it was not
+used or only in part; the next one that is followed is made where that round would have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
-from longdraft.config import draft_key
 from longdraft.core import Round
 from longdraft.planner.estimate import Pool, Try, survival
 
@@ -53,13 +52,10 @@ class Watch:
 
     def _observe(self, r: Round, guess: tuple[int, ...]) -> tuple[int, Try] | None:
         """The kind of a guess that is decided now, and its round."""
-        seq, draft = r.row.seq, r.row.choice.draft
+        seq = r.row.seq
         start, kind = len(seq.ids) - r.tokens, bisect(LONG, len(guess))
-        stood, decided = _compared(guess, seq.ids[start : start + len(guess)])
+        stood, _ = _compared(guess, seq.ids[start : start + len(guess)])
         self._kinds[seq.id] = 0 if stood < min(len(guess), r.tokens) else kind
-        if draft and r.asked and draft_key(draft) == draft_key(r.row.choice.aside):
-            self._open.pop(seq.id, None)  # it is overtaken
-            return kind, (seq.id, r.asked, r.accepted)
         start, guess = self._open.setdefault(seq.id, (start, guess))
         stood, decided = _compared(guess, seq.ids[start : start + len(guess)])
         if not decided:

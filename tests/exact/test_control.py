@@ -166,7 +166,7 @@ def test_the_real_control_in_a_crowded_engine(tiny):
     """It proposes, it is told what came of it, and it keeps nothing of those that are gone."""
     control = Controller(Flat(0.05), {SELF: 0.5, DraftConfig(budget=16, sinks=4, gamma=1): 0.5})
     engine = Engine(tiny, EngineConfig(max_model_len=256, num_pages=14, max_num_seqs=4), control=control)
-    asked = [([(7 * i + n) % 128 for i in range(n)], SamplingParams(seed=n, max_tokens=30)) for n in (3, 17, 40, 64)]
+    asked = [([(7 * i + n) % 128 for i in range(n)], SamplingParams(seed=n, max_tokens=100)) for n in (30, 33, 40, 44)]
     seqs = [engine.sequence(engine.add(prompt, params, AUTO)) for prompt, params in asked]
     while engine.has_work:
         engine.step()
