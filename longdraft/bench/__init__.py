@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from longdraft.config import AutoDraft, DraftConfig, as_float, as_int
@@ -51,19 +52,26 @@ class Arm:
 
 
 PLAIN = Arm("plain")
+Lengths = int | tuple[int, ...]  # tokens per row of a batch: the same for all, or several in turn
+
+
+def row_lengths(lengths: Lengths, batch: int) -> list[int]:
+    """Of each row."""
+    return list(islice(cycle((lengths,) if isinstance(lengths, int) else lengths), batch))
 
 
 @dataclass(frozen=True)
 class Plan:
     """Which cells are measured, and how long.
 
-    Every batch at every context and temperature, with every one of ``arms`` against plain decoding. In each of
+    Every batch at every context and temperature, with every one of ``arms`` against plain decoding. Rows of several
+    lengths are together in a batch where a context is a tuple. In each of
     ``rounds`` every arm decodes at least ``round_tokens`` per row. ``assume_acceptance`` replaces what drafts propose:
     each token is then right with that probability.
     """
 
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
+    contexts: tuple[Lengths, ...]
     arms: tuple[Arm, ...]
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 8
@@ -72,7 +80,8 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for what, values, high in (("batch", self.batches, 4096), ("context", self.contexts, 2**31 - 1)):
+        contexts = [n for lengths in self.contexts for n in row_lengths(lengths, max(self.batches, default=1))]
+        for what, values, high in (("batch", self.batches, 4096), ("context", contexts, 2**31 - 1)):
             for value in values:
                 as_int(what, value, 1, high)
         as_int("rounds", self.rounds, 2, 10_000)  # no interval can be given for one
@@ -123,9 +132,11 @@ def total(turns: Sequence[Turn]) -> Turn:
 class Cell:
     """What was measured of one arm at one batch, context and temperature.
 
-    Speeds are tokens per second of decoding over all rounds; ``speedup`` is the median of the rounds' ratios. Times are
-    those of one step. ``gamma`` is the most that is proposed, ``control`` what was chosen where that was left open
-    (``ControlStats.report``). The roof is the time in which memory can deliver what a plain step must read.
+    Speeds are tokens per second of decoding over all rounds; ``speedup`` is the median of the rounds' ratios, and
+    ``predicted`` what the prices at hand say of it, given the acceptance that came. Times are those of one step.
+    ``context`` is the rows' mean where they differ, as ``row_contexts`` says. ``gamma`` is the most that is proposed,
+    ``control`` what was chosen where that was left open (``ControlStats.report``), ``over_fixed`` its speed over that
+    of the fastest other arm. The roof is the time in which memory can deliver what a plain step must read.
     """
 
     batch: int
@@ -152,17 +163,31 @@ class Cell:
     simulated: bool
     noisy: bool
     shown: Shown = field(compare=False)
+    predicted: float | None = None
+    row_contexts: list[int] | None = None
     control: dict[str, Any] | None = None
+    over_fixed: Over | None = None
 
     def report(self) -> dict[str, object]:
-        """As a JSON object; ``control`` only where there is one."""
+        """As a JSON object; what not every arm has only where there is one."""
         out = _report(self)
-        return out if self.control else {name: value for name, value in out.items() if name != "control"}
+        rare = ("row_contexts", "control", "over_fixed")
+        return {name: value for name, value in out.items() if name not in rare or value is not None}
 
     @property
     def significant(self) -> bool:
         """Whether the interval leaves out 1."""
         return not self.ci_low <= 1 <= self.ci_high
+
+
+@dataclass(frozen=True)
+class Over:
+    """Speed over that of ``arm``, by rounds."""
+
+    arm: str
+    ratio: float
+    ci_low: float
+    ci_high: float
 
 
 @dataclass(frozen=True)

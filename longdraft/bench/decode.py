@@ -11,8 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 
-from longdraft.bench import PLAIN, Arm, Cell, Plan, Round, Shown, Turn, interval, repeated_share, total
+from longdraft.bench import (
+    PLAIN,
+    Arm,
+    Cell,
+    Lengths,
+    Over,
+    Plan,
+    Round,
+    Shown,
+    Turn,
+    interval,
+    repeated_share,
+    row_lengths,
+    total,
+)
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
+from longdraft.bench.predict import predicted_speedup
 from longdraft.bench.simulate import assumed, continuations
 from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, turn
 from longdraft.config import AutoDraft
@@ -45,9 +60,10 @@ def measure(
     for context in plan.contexts:
         check_room(llm, plan, context)
     for context, temperature in product(plan.contexts, plan.temperatures):
-        rows = prompts(max(plan.batches), context)
+        lengths = row_lengths(context, max(plan.batches))
+        rows = [ids[:n] for ids, n in zip(prompts(len(lengths), max(lengths)), lengths, strict=True)]
         params = SamplingParams(
-            temperature=temperature, seed=plan.seed, max_tokens=_life(llm, plan, context), ignore_eos=True
+            temperature=temperature, seed=plan.seed, max_tokens=_life(llm, plan, max(lengths)), ignore_eos=True
         )
         with _filled(llm, plan, rows, params, report) as sources:
             for batch in plan.batches:
@@ -71,8 +87,10 @@ def _at(temperature: float) -> str:
     return f" T{temperature:g}" if temperature else ""
 
 
-def check_room(llm: LLM, plan: Plan, context: int) -> None:
+def check_room(llm: LLM, plan: Plan, lengths: Lengths) -> None:
     """Refuse a context at which the arms do not fit side by side."""
+    batch = max(plan.batches)
+    context = max(row_lengths(lengths, batch))
     config = llm.engine.config
     shortest = 2 * plan.most_per_turn  # to warm up, and one turn
     limit = config.max_tokens_per_request - shortest
@@ -81,7 +99,6 @@ def check_room(llm: LLM, plan: Plan, context: int) -> None:
             "context", context, f"must be at most {limit}, to leave room for {shortest} new tokens"
         )
     forks = 2 + len(plan.arms)  # plain, arms, and the known continuation
-    batch = max(plan.batches)
     require_pages(llm, batch, context, forks, _life(llm, plan, context))
     sequences = batch * (forks + len(plan.arms) + 1)
     if sequences > config.max_num_seqs:
@@ -97,7 +114,7 @@ def _filled(
     plain = [engine.sequence(engine.add(ids, params)) for ids in prompts]
     made = list(plain)
     try:
-        fill(llm, plain, f"fill {len(prompts[0])}{_at(params.temperature)}", report)
+        fill(llm, plain, f"fill {max(map(len, prompts))}{_at(params.temperature)}", report)
         pretend = nullcontext()
         if plan.assume_acceptance is not None:
             known = continuations(llm, plain, report)
@@ -122,8 +139,9 @@ class Contest:
         self.rows: dict[Arm, Rows] = {}
         self.differing: set[Arm] = set()
         self.outputs: list[list[int]] = []  # the longest that plain decoding gave
-        first = sources[PLAIN][0]
-        self.batch, self.context, self.temperature = len(sources[PLAIN]), first.num_prompt, first.params.temperature
+        self.lengths = [seq.num_prompt for seq in sources[PLAIN]]
+        self.batch, self.temperature = len(self.lengths), sources[PLAIN][0].params.temperature
+        self.context = round(sum(self.lengths) / self.batch)
 
     def run(self, on_cell: Callable[[Cell], None], report: OnProgress, roof: MemoryRoof | None) -> None:
         """All rounds, and a cell per arm; also where an interruption leaves at least two rounds."""
@@ -214,8 +232,17 @@ class Contest:
             simulated=self.plan.assume_acceptance is not None,
             noisy=noisy,
             shown=Shown(arm.label, len(rounds), read, flops, roof_ms),
+            predicted=predicted_speedup(self.llm, arm, self.lengths, plain, fast),
+            row_contexts=self.lengths if len(set(self.lengths)) > 1 else None,
             control=None if arm.config else fast.control.report(),
+            over_fixed=None if arm.config else self._over_fixed(arm, rounds),
         )
+
+    def _over_fixed(self, arm: Arm, rounds: list[Round]) -> Over:
+        """Against the fastest of the arms that always do the same, plain decoding among them."""
+        fixed = [other for other in self.sources if other.config or other is PLAIN]
+        best = max(fixed, key=lambda other: total([turns[other] for turns in rounds]).speed)
+        return Over(best.label, *interval([turns[arm].speed / turns[best].speed for turns in rounds], self.plan.seed))
 
 
 def _mean_gamma(arm: Arm, turns: Turn) -> float:

@@ -56,8 +56,15 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
-def heat_map(figure: Figure, axes: Axes, best: np.ndarray, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Draw ``best [batches, contexts]``, the best speed-ups; NaN where there is none."""
+def heat_map(
+    figure: Figure,
+    axes: Axes,
+    best: np.ndarray,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    label: str = "best speed-up over plain decoding",
+) -> None:
+    """Draw ``best [batches, contexts]``, ratios of which ``label`` says what they are; NaN where there is none."""
     from matplotlib.colors import CenteredNorm
     from matplotlib.ticker import FuncFormatter
 
@@ -74,7 +81,7 @@ def heat_map(figure: Figure, axes: Axes, best: np.ndarray, batches: Sequence[int
     axes.set_xlabel("context in tokens")
     axes.set_ylabel("batch")
     shown = FuncFormatter(lambda value, _: f"{2**value:.2f}x")
-    figure.colorbar(image, ax=axes, label="best speed-up over plain decoding", format=shown)
+    figure.colorbar(image, ax=axes, label=label, format=shown)
 
 
 def _bars(axes: Axes, cells: Sequence[Cell]) -> None:

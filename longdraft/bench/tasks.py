@@ -1,4 +1,4 @@
-"""What acceptance is measured on: prose, code, and retrieval tasks in RULER's manner (arXiv:2404.06654).
+"""What is measured on: prose, code, random tokens, and retrieval tasks in RULER's manner (arXiv:2404.06654).
 
 A retrieval task hides facts in prose and asks for them. Where the question stands decides what a selection that looks
 at the prompt's last tokens can know, so each kind comes in three forms:
@@ -58,6 +58,8 @@ def make_prompts(llm: LLM, task: str, count: int, context: int, seed: int = 0) -
 
     Raises ``InvalidValueError`` for an unknown task, and where ``context`` is too short or too long for it.
     """
+    if task == "random":
+        return [Prompt(_random_ids(llm, context, random.Random(f"{seed} random {n}")), []) for n in range(count)]  # noqa: S311
     tokenizer = require(llm.tokenizer)
     if task == "prose":
         return [Prompt(ids, []) for ids in windows(llm, count, context)]
@@ -72,6 +74,11 @@ def check_task(task: str) -> None:
     """``InvalidValueError`` unless there is such a task."""
     if task not in TASKS:
         raise InvalidValueError("--task", task, f"must be one of {', '.join(TASKS)}")
+
+
+def _random_ids(llm: LLM, count: int, chance: random.Random) -> list[int]:
+    """Ids of the whole vocabulary, each as likely as any other: text that nothing is known of."""
+    return [chance.randrange(llm.model.config.vocab_size) for _ in range(count)]
 
 
 def _retrieval(tokenizer: Tokenizer, kind: str, form: str, context: int, chance: random.Random) -> Prompt:
@@ -155,4 +162,5 @@ RETRIEVAL: dict[str, Callable[[random.Random], Facts]] = {
     "variables": _variables,
 }
 FORMS = ("", "-early", "-second")
-TASKS = ("prose", "code", *(f"{kind}{form}" for kind in RETRIEVAL for form in FORMS))
+TEXTS = ("prose", "code", "random")  # without a question
+TASKS = (*TEXTS, *(f"{kind}{form}" for kind in RETRIEVAL for form in FORMS))

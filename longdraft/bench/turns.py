@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 
 from longdraft.bench import Arm, Turn
+from longdraft.config import AutoDraft
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
+from longdraft.engine.control import OwnDrafts
 from longdraft.errors import KVCapacityError, LongDraftError
 from longdraft.llm import LLM
 from longdraft.outputs import ControlStats
@@ -40,14 +43,14 @@ def require_pages(llm: LLM, batch: int, context: int, forks: int, life: int) -> 
 def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
     """Held forks; their draft has taken in the prompt where it does not share what it knows of the sources.
 
-    Drafts that are chosen step by step take it in when they are.
+    Drafts that are chosen step by step have done so where they are told of prompts; others do when they are chosen.
     """
     engine = llm.engine
     rows = [engine.sequence(engine.fork(seq.id, draft=arm.draft)) for seq in sources]
     for seq in rows:
         engine.hold(seq.id)
-    if arm.config:
-        engine.runner.draft(arm.config).follow(rows)
+    for config in {config for seq in rows for config in engine.control.told(seq)}:
+        engine.runner.draft(config).follow(rows)
     return rows
 
 
@@ -84,10 +87,11 @@ def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
     lengths = [len(seq.ids) for seq in rows]
     for seq in rows:
         engine.hold(seq.id, False)
-    while any(len(seq.ids) < length + tokens for seq, length in zip(rows, lengths, strict=True)):
-        engine.step()
-        for seq in rows:
-            require_running(seq)
+    with _overheard_by_nobody(llm, rows):
+        while any(len(seq.ids) < length + tokens for seq, length in zip(rows, lengths, strict=True)):
+            engine.step()
+            for seq in rows:
+                require_running(seq)
     for seq in rows:
         engine.hold(seq.id)
     (got,), (passes,), drafted, accepted = (_minus(a, b) for a, b in zip(_counts(rows), before, strict=True))
@@ -102,6 +106,18 @@ def turn(llm: LLM, rows: Rows, tokens: int) -> Turn:
         context=sum(lengths) / len(rows) + got / len(rows) / 2,
         control=ControlStats.total(seq.stats.control for seq in rows).add(control, -1),
     )
+
+
+@contextmanager
+def _overheard_by_nobody(llm: LLM, rows: Rows) -> Iterator[None]:
+    """Online control shall learn from what it chose alone, as it would without the other arms."""
+    control = llm.engine.control
+    if not any(isinstance(seq.draft, AutoDraft) for seq in rows):
+        llm.engine.control = OwnDrafts()  # of the engine's uses only that of telling what came of a step
+    try:
+        yield
+    finally:
+        llm.engine.control = control
 
 
 def _counts(rows: Rows) -> tuple[list[int], ...]:

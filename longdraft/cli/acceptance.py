@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from longdraft.bench.acceptance_cells import AcceptanceCell, Difference, Result
     from longdraft.llm import LLM
 
-TASKS = "prose, code, and needle, multikey and variables, each also with -early or -second behind it"
+TASKS = "prose, code, random, and needle, multikey and variables, each also with -early or -second behind it"
 BASELINE = "streaming_llm"
 
 

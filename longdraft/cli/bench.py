@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from longdraft.cli import drafting, options
+from longdraft.cli.numbers import parse_number
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longdraft.bench import Arm, Cell, PeerCell, Plan
+    from longdraft.bench import Arm, Cell, Lengths, PeerCell, Plan
     from longdraft.bench.acceptance_cells import AcceptanceCell
     from longdraft.bench.decode import Contest
     from longdraft.cli.progress import Progress
@@ -41,7 +41,10 @@ def bench() -> None:
 def decode(
     model: options.Model = None,
     batch: Annotated[list[int], typer.Option(help="Rows decoded together. Repeatable.")] = [8],  # noqa: B006
-    context: Annotated[list[int], typer.Option(help="Prompt tokens per row. Repeatable.")] = [4000],  # noqa: B006
+    context: Annotated[
+        list[str], typer.Option(help="Prompt tokens per row; 500+7000: rows of both together, in turn. Repeatable.")
+    ] = ["4000"],  # noqa: B006
+    text: Annotated[str, typer.Option(help="What the prompts are: prose, code or random.")] = "prose",
     draft: Annotated[
         list[str],
         typer.Option(help=f"Who proposes: {drafting.NAMES}, a small model's path or name, or auto. Repeatable."),
@@ -69,18 +72,21 @@ def decode(
     plot: options.Plot = None,
     download: options.Download = False,
 ) -> None:
-    """Time plain against speculative decoding of passages of four novels; the protocol is in docs/performance.md.
+    """Time plain against speculative decoding, of passages of four novels by default; docs/performance.md has how.
 
     The last line of stdout is one JSON object. Exit status 1 if an output differs from plain decoding's where the
     exactness tier promises equality. Ctrl-C prints what is measured so far.
     """
     from longdraft.bench import Plan, interval
     from longdraft.bench.peers import PEERS
+    from longdraft.bench.tasks import TEXTS
 
     arms = make_arms(draft, budget, gamma, kv, refresh)
     sizes = {"rounds": rounds, "round_tokens": round_tokens, "assume_acceptance": assume_acceptance}
-    plan = Plan(unique(batch), unique(context), arms, unique(temperature), **sizes)
+    plan = Plan(unique(batch), unique(_lengths(c) for c in context), arms, unique(temperature), **sizes)
     options.check_outputs(json, plot)
+    if text not in TEXTS:
+        raise InvalidValueError("--text", text, f"must be one of {', '.join(TEXTS)}")
     if peer and peer not in PEERS:
         raise InvalidValueError("--peer", peer, f"must be {PEER_NAMES}")
     interval([1.0, 1.0])  # says now if scipy is missing
@@ -95,7 +101,13 @@ def decode(
         device=device,
         download=download,
     )
-    raise typer.Exit(_run(llm, plan, peer, peer_python, json, plot))
+    raise typer.Exit(_run(llm, plan, text, _Peer(peer, peer_python), json, plot))
+
+
+def _lengths(text: str) -> Lengths:
+    """``4000``, or several that are together in a batch: ``500+4000``."""
+    lengths = [parse_number("--context", part) for part in text.split("+")]
+    return lengths[0] if len(lengths) == 1 else tuple(lengths)
 
 
 def make_arms(
@@ -141,21 +153,33 @@ def own_model(arms: tuple[Arm, ...]) -> object:
     return next(iter(own.values()), None)
 
 
-def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: Path | None, plot: Path | None) -> int:
+@dataclass(frozen=True)
+class _Peer:
+    """Another engine, if one was named, and the Python that has it."""
+
+    name: str | None
+    python: str | None
+
+
+def _run(llm: LLM, plan: Plan, text: str, peer: _Peer, json: Path | None, plot: Path | None) -> int:
     """Measure, show, write; the exit status."""
     from longdraft.bench.decode import measure
     from longdraft.bench.machine import MemoryRoof, describe_machine
     from longdraft.bench.plot import plot as draw
-    from longdraft.bench.prompts import windows
+    from longdraft.bench.tasks import make_prompts
     from longdraft.cli.progress import Progress
 
     cells: list[Cell] = []
     peers: list[PeerCell] = []
     roof = MemoryRoof() if MemoryRoof.available(llm.model.device) else None
     status = 0
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        return [prompt.ids for prompt in make_prompts(llm, text, batch, context)]
+
     try:
-        with Progress() as progress, _peer(llm, peer, peer_python, progress, peers) as after_cell:
-            measure(llm, plan, partial(windows, llm), cells.append, progress.update, roof, after_cell)
+        with Progress() as progress, _peer(llm, peer, progress, peers) as after_cell:
+            measure(llm, plan, prompts, cells.append, progress.update, roof, after_cell)
     except KeyboardInterrupt:
         status = INTERRUPTED
     about = describe_model(llm)
@@ -166,6 +190,7 @@ def _run(llm: LLM, plan: Plan, peer: str | None, peer_python: str | None, json: 
     report = {
         "machine": describe_machine(roof),
         "model": about,
+        "text": text,
         "cells": [cell.report() for cell in cells],
         "peers": [row.report() for row in peers],
     }
@@ -209,17 +234,17 @@ def describe_model(llm: LLM) -> dict[str, object]:
 
 @contextmanager
 def _peer(
-    llm: LLM, name: str | None, python: str | None, progress: Progress, rows: list[PeerCell]
+    llm: LLM, peer: _Peer, progress: Progress, rows: list[PeerCell]
 ) -> Iterator[Callable[[Contest], None] | None]:
     """What runs another engine against plain decoding after each cell; ``None`` where no peer was named."""
-    if name is None:
+    if peer.name is None:
         yield None
         return
     from longdraft.bench.peers import PEERS
     from longdraft.bench.peers.measure import measure
     from longdraft.bench.peers.process import running
 
-    with running(PEERS[name], llm, python, progress.update) as process:
+    with running(PEERS[peer.name], llm, peer.python, progress.update) as process:
         yield lambda contest: rows.extend(row for row in [measure(contest, process)] if row)
 
 
@@ -230,7 +255,8 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
     for (batch, context, temperature), group in groupby(cells, lambda c: (c.batch, c.context, c.temperature)):
         arms = list(group)
         simulated = ", SIMULATED acceptance" if arms[0].simulated else ""
-        title = f"{about['name']}, {about['dtype']}: {batch} x {context:,} tokens, T {temperature:g}{simulated}"
+        mean = f"{context:,} tokens" + (" on average" if arms[0].row_contexts else "")
+        title = f"{about['name']}, {about['dtype']}: {batch} x {mean}, T {temperature:g}{simulated}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         for heading in ("plain", *(cell.shown.label for cell in arms)):
@@ -251,6 +277,8 @@ def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:
     yield "speed-up", "1", [f"{c.speedup:.3f} x" for c in arms]
     yield "95 % interval", "", [f"{c.ci_low:.3f} – {c.ci_high:.3f}" for c in arms]
     yield "", "", ["" if c.significant else "not significant" for c in arms]
+    if any(c.predicted for c in arms):
+        yield "predicted", "", [f"{c.predicted:.3f} x" if c.predicted else "" for c in arms]
     yield "output", "", ["identical" if c.identical else "DIFFERS" for c in arms]
     yield "tokens per verify", "1", [f"{c.tokens_per_verify:.2f}" for c in arms]
     yield "acceptance", "", [" ".join(f"{x:.2f}" for x in c.acceptance_by_position) for c in arms]
@@ -262,6 +290,10 @@ def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:
         yield "memory roof, ms", f"{shown.roof_ms:.2f} ({one.roof_share:.0%} reached)", ["" for _ in arms]
     yield "per plain step", f"{shown.read_bytes / 2**20:,.0f} MiB, {shown.flops / 1e9:,.2f} GFLOP", ["" for _ in arms]
     yield "repeated 8-grams", f"{one.repeated_8gram:.0%}", ["" for _ in arms]
+    overs = [c.over_fixed for c in arms]
+    if any(overs):
+        fixed = [f"{o.ratio:.3f} x {o.arm} ({o.ci_low:.3f} – {o.ci_high:.3f})" if o else "" for o in overs]
+        yield "over the best fixed", "", fixed
     if any(c.control for c in arms):
         for name, values in _control(arms):
             yield name, "", values

@@ -20,11 +20,12 @@ def parse_numbers(what: str, texts: Iterable[str]) -> tuple[int, ...]:
     for text in texts:
         for part in text.split(","):
             low, dots, high = part.partition("..")
-            found.update(_doubling(what, low, high) if dots else [_number(what, part)])
+            found.update(_doubling(what, low, high) if dots else [parse_number(what, part)])
     return tuple(sorted(found))
 
 
-def _number(what: str, text: str) -> int:
+def parse_number(what: str, text: str) -> int:
+    """One number; see ``parse_numbers``."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not int(match[1]):
         limit = "must be whole numbers from 1 on, such as 64, 16k, 1,8,64 or 1k..128k"
@@ -33,7 +34,7 @@ def _number(what: str, text: str) -> int:
 
 
 def _doubling(what: str, low: str, high: str) -> list[int]:
-    value, end = _number(what, low), _number(what, high)
+    value, end = parse_number(what, low), parse_number(what, high)
     if value > end:
         raise InvalidValueError(what, f"{low}..{high}", "must go from the smaller to the larger number")
     steps = []

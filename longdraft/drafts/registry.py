@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 
 import torch
 
@@ -171,6 +172,7 @@ def watches(config: DraftConfig) -> bool:
     return config.weights != "ngram" and not isinstance(selector(config), ViewSelector)
 
 
+@lru_cache(maxsize=256)
 def selector(config: DraftConfig) -> Selector:
     """The selection by name, with those of the config's settings that it has and that are set."""
     kind = SELECTORS[config.selection]

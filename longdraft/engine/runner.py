@@ -68,7 +68,20 @@ class Runner:
                 rows[i] = self._with_proposal(rows[i], proposal.tokens[n])
                 rows[i].seq.stats.draft_s += seconds
             log_q |= _by_row(proposal, [rows[i] for i in members])
+        self._guess(rows)
         return replace(batch, rows=rows, draft_s=draft_s), log_q
+
+    def _guess(self, rows: list[Row]) -> None:
+        """Let the drafts aside say what they would propose."""
+        groups: dict[DraftConfig, list[int]] = defaultdict(list)
+        for i, row in enumerate(rows):
+            if row.choice.aside:
+                groups[row.choice.aside].append(i)
+        for config, members in groups.items():
+            asked = [DraftRow(rows[i].seq, config.gamma) for i in members]
+            self._users[draft_key(config)].update(row.seq.id for row in asked)
+            for i, tokens in zip(members, self.draft(config).propose(asked, sampled=False).tokens, strict=True):
+                rows[i] = replace(rows[i], guess=tuple(tokens))
 
     @property
     def select_s(self) -> float:

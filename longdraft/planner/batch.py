@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, log2
 
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
-from longdraft.planner.pace import Pace
+from longdraft.planner.pace import Kind, Pace
 from longdraft.planner.prices import Prices
 
-OTHER = "other"  # what is not observed on its own has the machine's pace
+OTHER = ("other",)  # what is not observed on its own has the machine's pace
 SPREAD = 128  # tokens over which waking a draft is spread, where the row has so many left
 
 
-def verify_kind(tokens: Sequence[float]) -> tuple[str, int]:
-    """The kind of a target's pass, for its pace: tokens per row."""
-    return "target", round(sum(tokens) / len(tokens))
+def situation(lengths: Sequence[int]) -> tuple[int, int]:
+    """How large a batch and how long its rows are, in powers of two."""
+    return round(log2(len(lengths))), round(log2(1 + sum(lengths) / len(lengths)))
 
 
-def draft_kind(number: int) -> tuple[str, int]:
-    """The kind of a draft's passes."""
-    return "draft", number
+def verify_kind(tokens: Sequence[float], lengths: Sequence[int]) -> Kind:
+    """The kind of a target's pass, for its pace: tokens per row, plain ones apart, and that in a situation."""
+    kind = "target", ceil(sum(tokens) / len(tokens))
+    return kind, (*kind, *situation(lengths))
+
+
+def draft_kind(number: int, lengths: Sequence[int]) -> Kind:
+    """The kind of a draft's passes over rows of some lengths."""
+    kind = "draft", number
+    return kind, (*kind, *situation(lengths))
 
 
 @dataclass
@@ -43,7 +51,7 @@ class BatchCosts:
     constant: float = field(init=False)  # seconds, whatever is chosen
     _known: dict[int, list[float]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], float] = field(default_factory=dict)
-    _factors: dict[Hashable, float] = field(default_factory=dict)
+    _factors: dict[Kind, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lengths = [seq.num_committed for seq in self.seqs]
@@ -58,13 +66,15 @@ class BatchCosts:
             for i, count in zip(self.choosing, tokens, strict=True):
                 fed[i] = count
             price = self.prices.target(self.lengths, fed)
-            self._passes[key] = self.constant + self._factor(verify_kind(fed)) * price
+            seconds = self.constant + self._factor(verify_kind(fed, self.lengths)) * price
+            plain = (1,) * len(key)  # whatever was observed: more tokens take no less time
+            self._passes[key] = seconds if key == plain else max(seconds, self.target(plain))
         return self._passes[key]
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:
         """See ``Costs``."""
         lengths = [self.lengths[self.choosing[i]] for i in rows]
-        seconds = self._factor(draft_kind(number)) * self.prices.draft(self.drafts[number], lengths, gammas)
+        seconds = self._factor(draft_kind(number, lengths)) * self.prices.draft(self.drafts[number], lengths, gammas)
         beside = self._beside(number)
         return seconds + sum(beside[i] for i in rows)
 
@@ -93,7 +103,7 @@ class BatchCosts:
             ]
         return self._known[number]
 
-    def _factor(self, kind: Hashable) -> float:
+    def _factor(self, kind: Kind) -> float:
         if kind not in self._factors:
             self._factors[kind] = self.pace.factor(kind)
         return self._factors[kind]
@@ -108,8 +118,9 @@ class BatchCosts:
         for config, rows in groups.items():
             if config in self.drafts:
                 gammas = [self.fed[i] - 1 for i in rows]
-                price = self.prices.draft(config, [self.lengths[i] for i in rows], gammas)
-                seconds += self._factor(draft_kind(self.drafts.index(config))) * price
+                lengths = [self.lengths[i] for i in rows]
+                factor = self._factor(draft_kind(self.drafts.index(config), lengths))
+                seconds += factor * self.prices.draft(config, lengths, gammas)
         return seconds
 
     def _left(self, row: int) -> int:

@@ -19,16 +19,19 @@ from longdraft.core import Choice, Round, Status
 from longdraft.core import Sequence as EngineSequence
 from longdraft.drafts.registry import needs
 from longdraft.outputs import ControlStats
-from longdraft.planner.batch import BatchCosts, draft_kind, verify_kind
+from longdraft.planner.batch import BatchCosts, draft_kind, situation, verify_kind
 from longdraft.planner.evidence import Evidence
 from longdraft.planner.joint import Plan, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
-from longdraft.planner.reasons import MEASURING, why_off
+from longdraft.planner.reasons import LOW_ACCEPTANCE, MEASURING, why_off
 from longdraft.planner.trials import Trials
+from longdraft.planner.watch import LONG
 
-PLAN_EVERY, OFF_EVERY = 16, 64  # steps for which a plan stands while its rows stay the same, and one without drafts
-SURPRISE = 1.5  # steps' worth of tokens by which a plan must be missed to be made anew at once
+SOONEST = 2  # steps for which a plan stands at first while its rows stay the same
+PLAN_EVERY, OFF_EVERY = 16, 64  # at most, and one without drafts
+SURPRISE = 1.5  # steps by which a plan must be missed, in tokens or in time, to be made anew at once
+FEW = 1 / 8  # of the rows: if the texts of more than these begin or end to repeat themselves, a plan is adapted
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
 
@@ -49,12 +52,15 @@ class _Standing:
     plan: Plan
     plain: Plan
     reasons: list[str | None]
+    situation: tuple[int, int]
+    kinds: list[int]  # of the guesses of the draft that is watched
     made: int
+    began: int  # the step in which these rows came together
 
     @property
     def until(self) -> int:
-        """The step before which it is not made anew for its age."""
-        return self.made + (OFF_EVERY if self.plan.off else PLAN_EVERY)
+        """The step before which it is not made anew for its age: soon while little is known of the rows."""
+        return self.made + min(max(SOONEST, self.made - self.began), OFF_EVERY if self.plan.off else PLAN_EVERY)
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,16 @@ class Controller:
         self.prices, self.max_gamma, self.pace = prices, max_gamma, Pace()
         self.drafts = tuple(draft_key(draft) for draft in drafts)
         self.evidence = Evidence(drafts, max_gamma)
-        self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts])
+        self._watched = self.evidence.watched
+        self._aside = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
+        self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts], self._watched)
         self.stats = ControlStats()
         self._labels = [draft.label for draft in self.drafts]
         self._with_gamma = [[replace(d, gamma=max(1, g)) for g in range(max_gamma + 1)] for d in self.drafts]
         self._rows: dict[int, _Row] = {}  # by sequence id
         self._step = 0
         self._standing: _Standing | None = None
-        self._short, self._surprised = 0.0, False  # tokens by which the plan was missed; whether it calls for a new one
+        self._short, self._surprised = 0.0, False  # steps by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
 
     # --- the engine's interface
@@ -97,7 +105,7 @@ class Controller:
             return choices
         self._step += 1
         standing = self._replan(seqs, choosing)
-        plan = self.trials.choose(standing.problem, standing.plan, standing.plain, self._step)
+        plan = self.trials.choose(standing.problem, standing.plan, standing.plain, self._step, standing.situation)
         reasons = standing.reasons
         if plan is not standing.plan:
             measuring = plan is standing.plain
@@ -111,20 +119,21 @@ class Controller:
         """See ``Control``."""
         if not isinstance(seq.draft, AutoDraft):
             return seq.own_choice.told
-        row = self._rows.get(seq.id)
-        return tuple(self.drafts[number] for number in row.kept) if row else ()
+        row = self._rows.get(seq.id) or self._new_row()
+        return tuple(self.drafts[number] for number in row.kept)
 
     def observe(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
         """See ``Control``."""
         woken = [r for r in rounds if self._now and r.row.seq.id in self._now.woken]
-        self._observe_pace(rounds, seconds, draft_s, woken)
+        lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
+        self._observe_pace(rounds, lengths, seconds, draft_s, woken)
         blind = [r for r in woken if needs(r.row.choice.draft).tokens]
         seen = self.evidence.observe(rounds, self._step, blind)
-        self.trials.observe(not any(r.row.room for r in rounds), seen, self._step)
+        self.trials.observe(None if any(r.row.room for r in rounds) else situation(lengths), seen, self._step)
         if self._now:
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
-            self._short = max(0.0, self._short + expected - came)
-            self._surprised = self._short > SURPRISE * expected or self._now.plan is not self._standing.plan
+            self._short = max(0.0, self._short + seconds / self._now.plan.seconds - came / expected)
+            self._surprised = self._short > SURPRISE or self._now.plan is not self._standing.plan
             self._count(rounds, seconds, self._now)
         for r in rounds:  # of one that has just ended nothing more is wanted
             if r.row.seq.status is Status.FINISHED:
@@ -150,7 +159,7 @@ class Controller:
         ids = tuple(seq.id for seq in seqs)
         standing = self._standing
         if standing and standing.ids == ids and self._step < standing.until and not self._surprised:
-            return standing
+            return self._adapted(standing)
         problem = self._problem(seqs, choosing)
         plain, best = problem.plain(), replace(problem, offers=self.evidence.tested(problem.offers, self._step)).best()
         on, same = standing is not None and not standing.plan.off, standing is not None and standing.ids == ids
@@ -159,18 +168,47 @@ class Controller:
             held = problem.plan(standing.plan.drafts, gammas)
             best = best if best.rate > BETTER * held.rate else held
         plan = best if best.rate > (1.0 if on else BETTER) * plain.rate else plain
-        if same:
+        if not same:
+            known = set(standing.ids) if standing else set()
+            self.trials.welcome(len(set(ids) - known) / len(ids), plain)
+        else:
             self._drop_idle(problem, plan, self._step - standing.made)
-        if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None}:
+        if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None, self._watched}:
             self.evidence.doubt(new)
             self.trials.begin_anew(self._step)
         self._short, self._surprised = 0.0, False
-        self._standing = _Standing(ids, problem, plan, plain, why_off(problem, plan, plain), self._step)
+        began = standing.began if same else self._step
+        still_off = same and plan.off and standing.plan.off  # then for the same reasons, which take long to find
+        reasons = standing.reasons if still_off else why_off(problem, plan, plain)
+        where, kinds = situation(problem.costs.lengths), self._kinds(problem)
+        self._standing = _Standing(ids, problem, plan, plain, reasons, where, kinds, self._step, began)
+        return self._standing
+
+    def _kinds(self, problem: Problem) -> list[int]:
+        return [self.evidence.watch.kind(i) for i in problem.ids] if self.evidence.watch else []
+
+    def _adapted(self, standing: _Standing) -> _Standing:
+        """What stands, with the draft that is watched for other rows where its guesses are of other kinds now."""
+        kinds, watched = self._kinds(standing.problem), self._watched
+        changed = sum(now != then for now, then in zip(kinds, standing.kinds, strict=True))
+        if changed <= FEW * len(kinds):
+            return standing
+        offer = self.evidence.watched_offer(standing.problem.ids, self._step)
+        offers = [offer if other.number == watched else other for other in standing.problem.offers]
+        problem, plan = replace(standing.problem, offers=offers, _plans={}), standing.plan
+        gammas = [0 if draft == watched else gamma for draft, gamma in zip(plan.drafts, plan.gammas, strict=True)]
+        base = problem.plan(plan.drafts, gammas)
+        found = problem.alone(offer, base.rate) if base.off else problem.take_over(base, offer)
+        plan = found if found.rate > (BETTER if standing.plan.off else 1.0) * base.rate else base
+        reasons = [
+            None if gamma else was or LOW_ACCEPTANCE for gamma, was in zip(plan.gammas, standing.reasons, strict=True)
+        ]
+        self._standing = replace(standing, problem=problem, plan=plan, reasons=reasons, kinds=kinds)
         return self._standing
 
     def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
         """What there is to choose from."""
-        rows = [self._rows.setdefault(seqs[i].id, _Row()) for i in choosing]
+        rows = [self._rows.setdefault(seqs[i].id, self._new_row()) for i in choosing]
         awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
         costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
         ids = [seqs[i].id for i in choosing]
@@ -182,7 +220,7 @@ class Controller:
 
     def _choice(self, seq: EngineSequence, number: int | None, gamma: int) -> Choice:
         """The choice for a row; a draft that proposes for it has a state of it from now on."""
-        row = self._rows.setdefault(seq.id, _Row())  # it may have been preempted since the plan was made
+        row = self._rows.setdefault(seq.id, self._new_row())  # it may have been preempted since the plan was made
         if number is not None:
             if number not in row.kept and self.prices.wake(self.drafts[number], seq.num_committed) > 0:
                 self._now.woken.add(seq.id)
@@ -190,14 +228,18 @@ class Controller:
         dropped = tuple(self.drafts[n] for n in row.dropped if n not in row.kept)
         row.dropped.clear()
         draft = None if number is None else self._with_gamma[number][gamma]
-        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped)
+        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped, self._aside)
+
+    def _new_row(self) -> _Row:
+        """The draft that is watched has a state of every row, from its prompt on."""
+        return _Row() if self._watched is None else _Row({self._watched: 0.0})
 
     def _drop_idle(self, problem: Problem, plan: Plan, steps: int) -> None:
         """Give up states whose upkeep in vain, over ``steps`` more, has come to what bringing them back would cost."""
         costs = problem.costs
         for i, at in enumerate(costs.choosing):
             row = self._rows[costs.seqs[at].id]
-            for number in [n for n in row.kept if n != plan.drafts[i]]:
+            for number in [n for n in row.kept if n not in (plan.drafts[i], self._watched)]:
                 row.kept[number] += steps * costs.upkeep(number, [i])
                 if row.kept[number] > 0 and row.kept[number] >= costs.wake(number, i):
                     del row.kept[number]
@@ -206,18 +248,24 @@ class Controller:
     # --- what comes of it
 
     def _observe_pace(
-        self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float], woken: Sequence[Round]
+        self,
+        rounds: Sequence[Round],
+        lengths: Sequence[int],
+        seconds: float,
+        draft_s: Mapping[DraftConfig, float],
+        woken: Sequence[Round],
     ) -> None:
         """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones."""
+        self.pace.tried(verify_kind([1 + r.row.room for r in rounds], lengths))
         fed = [1 + len(r.row.proposal) for r in rounds]
-        lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
-        self.pace.observe(verify_kind(fed), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
+        self.pace.observe(verify_kind(fed, lengths), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
         for config, spent in draft_s.items():
             draft = draft_key(config)
             rows = [i for i, r in enumerate(rounds) if r.row.room and draft_key(r.row.choice.draft) == draft]
             if draft in self.evidence.numbers and not any(rounds[i] in woken for i in rows):
-                price = self.prices.draft(draft, [lengths[i] for i in rows], [rounds[i].row.room for i in rows])
-                self.pace.observe(draft_kind(self.evidence.numbers[draft]), spent, price)
+                own = [lengths[i] for i in rows]
+                price = self.prices.draft(draft, own, [rounds[i].row.room for i in rows])
+                self.pace.observe(draft_kind(self.evidence.numbers[draft], own), spent, price)
 
     def _count(self, rounds: Sequence[Round], seconds: float, now: _Step) -> None:
         """Note the step, in the totals and for each sequence that chose."""

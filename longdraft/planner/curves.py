@@ -135,7 +135,7 @@ class Curves:
         return self._curve(config).wake_s * length
 
     def knows(self, config: DraftConfig) -> bool:
-        """Whether there are curves for such a draft, at any budget and γ."""
+        """See ``Prices``; whatever the budget."""
         return kind(config) in self.drafts
 
     def _curve(self, config: DraftConfig) -> DraftCurve:

@@ -8,6 +8,7 @@ from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Round
 from longdraft.planner.estimate import Own, Pool, Try, pool_weight, survival
 from longdraft.planner.joint import Offer
+from longdraft.planner.watch import Watch
 
 ENOUGH = 1.0  # tries that a draft must have seen lately to be chosen
 
@@ -21,6 +22,8 @@ class Evidence:
         self.numbers = {draft_key(draft): number for number, draft in enumerate(drafts)}
         self.pools = [Pool(positions, prior) for prior in drafts.values()]
         self._models = [draft.weights != "ngram" for draft in drafts]
+        self.watched = self._models.index(False) if False in self._models else None  # its number
+        self.watch = Watch(positions, self.pools[self.watched].prior) if self.watched is not None else None
         self._own: dict[int, dict[int, Own]] = {}  # by sequence id
 
     def offers(self, seq_ids: Sequence[int], step: int) -> list[Offer]:
@@ -28,19 +31,28 @@ class Evidence:
         best, rows = self._best_known(step), [self._own.get(seq_id, {}) for seq_id in seq_ids]
         out = []
         for number, pool in enumerate(self.pools):
+            if number == self.watched:
+                out.append(self.watched_offer(seq_ids, step))
+                continue
             usual = pool.rates(step, best if self._models[number] and best is not pool else None)
             weight = pool_weight([row[number] for row in rows if number in row], usual[0])
             rates = [row[number].rates(step, usual, weight) if number in row else usual for row in rows]
             out.append(Offer(number, [survival(r) for r in rates]))
         return out
 
+    def watched_offer(self, seq_ids: Sequence[int], step: int) -> Offer:
+        """That of the draft that is watched, as it stands with these sequences now."""
+        return Offer(self.watched, self.watch.survival(seq_ids, step))
+
     def tested(self, offers: Sequence[Offer], step: int) -> Sequence[Offer]:
-        """Those of which enough was seen lately; others have to be tried first. In the first step all will do.
+        """Those of which enough was seen lately; others have to be tried first. In the first step all will do, and at
+        any time the draft that is watched.
 
         What is merely assumed, or remembered, is often too good: who is left for it must not be chosen for that.
         """
-        tested = [offer for offer in offers if self.pools[offer.number].evidence(step) >= ENOUGH]
-        return tested if tested or step > 1 else offers
+        if step <= 1:
+            return offers
+        return [o for o in offers if o.number == self.watched or self.pools[o.number].evidence(step) >= ENOUGH]
 
     def observe(self, rounds: Sequence[Round], step: int, blind: Sequence[Round]) -> dict[int, list[Try]]:
         """What rounds say of drafts that are known here, under the coupled rule; returned by their numbers.
@@ -48,21 +60,24 @@ class Evidence:
         ``blind`` rounds say nothing.
         """
         seen: dict[int, list[Try]] = {}
+        if self.watch:
+            self.watch.observe(rounds, step)
         for r in rounds:
             draft = r.row.choice.draft
             number = self.numbers.get(draft_key(draft)) if draft and r.asked else None
-            if number is None or draft.sampling_rule != "coupled" or r in blind:
+            if number in (None, self.watched) or draft.sampling_rule != "coupled" or r in blind:
                 continue
             seen.setdefault(number, []).append((r.row.seq.id, r.asked, r.accepted))
-            own = self._own.setdefault(r.row.seq.id, {}).setdefault(number, Own(self.positions))
-            own.observe(step, r.asked, r.accepted)
         for number, tries in seen.items():
             self.pools[number].observe(step, tries)
+            for seq_id, asked, accepted in tries:
+                own = self._own.setdefault(seq_id, {}).setdefault(number, Own(self.positions))
+                own.observe(step, asked, accepted)
         return seen
 
     def doubt(self, new: set[int]) -> None:
         """Drafts came into use: the text has changed, so what was seen of the others counts little."""
-        for number in set(range(len(self.pools))) - new:
+        for number in set(range(len(self.pools))) - new - {self.watched}:
             self.pools[number].counts.doubt()
             for own in self._own.values():
                 if number in own:
@@ -71,6 +86,8 @@ class Evidence:
     def release(self, seq_id: int) -> None:
         """Forget a sequence."""
         self._own.pop(seq_id, None)
+        if self.watch:
+            self.watch.release(seq_id)
 
     def _best_known(self, step: int) -> Pool | None:
         """That of the draft with weights of which most was seen lately."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 ITERATIONS = 2
+PATIENCE = 2  # rounds of so many lengths that are worse than a shorter one end the search for longer ones
 
 
 class Costs(Protocol):
@@ -81,18 +82,15 @@ class Problem:
     others: float = 0.0
     ids: Sequence[int] = ()
     _margins: dict[int, float] = field(default_factory=dict)
+    _draft_margins: dict[int, float] = field(default_factory=dict)
+    _plans: dict[tuple[tuple[int | None, ...], tuple[int, ...]], Plan] = field(default_factory=dict)
 
     def plan(self, drafts: Sequence[int | None], gammas: Sequence[int]) -> Plan:
         """The plan of these choices, priced."""
-        drafts = tuple(draft if gamma else None for draft, gamma in zip(drafts, gammas, strict=True))
-        by_number = {offer.number: offer.survival for offer in self.offers}
-        each, seconds = [1.0] * len(gammas), self.costs.target([1 + gamma for gamma in gammas])
-        for number in {draft for draft in drafts if draft is not None}:
-            rows = [i for i, draft in enumerate(drafts) if draft == number]
-            seconds += self.costs.draft(number, rows, [gammas[i] for i in rows])
-            for i in rows:
-                each[i] += sum(by_number[number][i][: gammas[i]])
-        return Plan(drafts, tuple(gammas), tuple(each), seconds, self.others)
+        key = tuple(draft if gamma else None for draft, gamma in zip(drafts, gammas, strict=True)), tuple(gammas)
+        if key not in self._plans:
+            self._plans[key] = self._priced(*key)
+        return self._plans[key]
 
     def plain(self) -> Plan:
         """Nothing is proposed."""
@@ -114,7 +112,7 @@ class Problem:
 
     def alone(self, offer: Offer, rate: float) -> Plan:
         """The best plan with this draft only, of those that pay at the margin at ``rate`` tokens per second."""
-        drafts, best = [offer.number] * len(self.caps), None
+        drafts, best, worse = [offer.number] * len(self.caps), None, 0
         shared = self._draft_margin(offer)
         for cut in range(1, max(self.caps, default=0) + 1):
             least = rate * (shared + self._verify_margin(cut))
@@ -122,9 +120,12 @@ class Problem:
             if max(gammas) < cut:
                 break
             plan = self.plan(drafts, gammas)
-            if best is not None and plan.rate <= best.rate:  # longer ones are worse still
+            if best is None or plan.rate > best.rate:
+                best, worse = plan, 0
+            else:
+                worse += 1
+            if worse == PATIENCE:  # longer ones are worse still
                 break
-            best = plan
         return best or self.plain()
 
     def take_over(self, plan: Plan, offer: Offer) -> Plan:
@@ -141,6 +142,16 @@ class Problem:
                 drafts[i], gammas[i] = offer.number, gamma
         return self.plan(drafts, gammas)
 
+    def _priced(self, drafts: tuple[int | None, ...], gammas: tuple[int, ...]) -> Plan:
+        by_number = {offer.number: offer.survival for offer in self.offers}
+        each, seconds = [1.0] * len(gammas), self.costs.target([1 + gamma for gamma in gammas])
+        for number in {draft for draft in drafts if draft is not None}:
+            rows = [i for i, draft in enumerate(drafts) if draft == number]
+            seconds += self.costs.draft(number, rows, [gammas[i] for i in rows])
+            for i in rows:
+                each[i] += sum(by_number[number][i][: gammas[i]])
+        return Plan(drafts, gammas, tuple(each), seconds, self.others)
+
     def _rows(self, offer: Offer) -> zip[tuple[Sequence[float], int]]:
         return zip(offer.survival, self.caps, strict=True)
 
@@ -154,11 +165,13 @@ class Problem:
 
     def _draft_margin(self, offer: Offer) -> float:
         """Seconds that one more row adds to a draft's pass."""
-        rows = range(len(self.caps))
+        rows, number = range(len(self.caps)), offer.number
         if len(rows) < 2:
             return 0.0
-        many, one = self.costs.draft(offer.number, rows, [1] * len(rows)), self.costs.draft(offer.number, [0], [1])
-        return max(0.0, (many - one) / (len(rows) - 1))
+        if number not in self._draft_margins:
+            many, one = self.costs.draft(number, rows, [1] * len(rows)), self.costs.draft(number, [0], [1])
+            self._draft_margins[number] = max(0.0, (many - one) / (len(rows) - 1))
+        return self._draft_margins[number]
 
 
 def _better(plan: Plan, other: Plan) -> Plan:

@@ -15,6 +15,9 @@ class Prices(Protocol):
     observed (``pace.py``). Asked some dozens of times per plan, so an answer should take microseconds.
     """
 
+    def knows(self, config: DraftConfig) -> bool:
+        """Whether such a draft has a price, at any γ."""
+
     def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
         """One pass of the target in which row ``i`` feeds ``tokens[i]`` tokens after ``lengths[i]`` cached ones."""
 

@@ -47,6 +47,10 @@ class Roofline:
         self._kv_s = self.network.kv_bytes_per_token / self.hardware.bytes_per_s  # to read one cached token
         self._drafts = {draft_key(draft): self._prepared(target, draft) for draft in drafts}
 
+    def knows(self, config: DraftConfig) -> bool:
+        """See ``Prices``."""
+        return draft_key(config) in self._drafts
+
     def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
         """See ``Prices``."""
         return self._pass(self.network, lengths, tokens)

@@ -1,25 +1,27 @@
 """What is tried now and then beside the plan, so that what was given up can come back, and what it may cost.
 
 A draft that does not propose is tried for a round where it would pay if its tokens stood as often as one may hope; a
-plain step is taken where none was seen for long, since everything is compared with plain decoding. Trials are paid
-from a credit of one part in so many of all predicted time, and come more rarely each time that they change nothing.
+plain step is taken where none was seen for long and the gain is in doubt, since everything is compared with plain
+decoding. Trials are paid from a credit: one part in so many of all predicted time, and something with every new row, of
+whose text nothing is known yet. They come more rarely each time that they change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longdraft.planner.estimate import Try
 from longdraft.planner.joint import Offer, Plan, Problem
 
 SHARE = 1 / 300  # of the predicted time
-FIRST_CREDIT, MOST_CREDIT = 1, 16  # plain steps' worth: to get to know the drafts, and at most
+NEW_CREDIT, MOST_CREDIT = 1, 16  # plain steps' worth: for rows that are all new, and at most
 HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
 WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
 FIRST, LAST = 16, 96  # steps between trials of the same draft; doubled each time
 FIRST_PLAIN, LAST_PLAIN = 4, 512  # steps until plain decoding is measured; doubled each time that it was seen
+CERTAIN, ONCE = 1.6, 2  # speed-up of which plain steps, seen so often, need not be measured again
 TRIES = 4  # proposed tokens that a trial takes at least, over so many rounds at most
 PROMISING = 0.7  # share of accepted tokens of a row that calls for another round at once
 
@@ -36,6 +38,19 @@ class _Draft:
         """It changed nothing, or would not: later, and later each time."""
         self.interval, self.promising = min(2 * self.interval, LAST), frozenset()
         self.due = step + self.interval
+
+
+@dataclass
+class _Plain:
+    """When plain decoding is measured next in batches of one kind."""
+
+    due: int
+    seen: int = 0
+
+    def measured(self, step: int) -> None:
+        """Later, and later each time."""
+        self.seen += 1
+        self.due = step + min(FIRST_PLAIN << min(self.seen, 10), LAST_PLAIN)
 
 
 @dataclass
@@ -64,24 +79,31 @@ class _Trial:
 
 
 class Trials:
-    """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can."""
+    """Of the drafts with numbers from 0; ``slow`` ones must be told of a pass before they propose as they can.
 
-    def __init__(self, slow: Sequence[bool]) -> None:
-        self.slow = slow
-        self.credit: float | None = None  # seconds; a first one is given when steps have a price
+    ``watched`` is one that need not be tried, since it is known what it would have got.
+    """
+
+    def __init__(self, slow: Sequence[bool], watched: int | None = None) -> None:
+        self.slow, self.watched = slow, watched
+        self.credit = 0.0  # seconds
         self._drafts = [_Draft() for _ in slow]
-        self._plain_due, self._plain_seen = FIRST_PLAIN, 0
+        self._plain: dict[Hashable, _Plain] = {}  # by situation
         self._under_way: _Trial | None = None
 
-    def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int) -> Plan:
+    def welcome(self, share: float, plain: Plan) -> None:
+        """New rows, which are that share of all."""
+        self.credit += share * NEW_CREDIT * plain.seconds
+
+    def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int, situation: Hashable) -> Plan:
         """``plan``, or what is tried instead in this step."""
-        if self.credit is None:
-            self.credit = FIRST_CREDIT * plain.seconds
         self.credit = min(self.credit + SHARE * plan.seconds, MOST_CREDIT * plain.seconds)
         for number in {number for number in plan.drafts if number is not None}:  # these need not be tried
             self._drafts[number].due = step + FIRST
-        if not plan.off and step >= self._plain_due:
-            self._plain_measured(step)  # also where rows that do not choose go on with their drafts
+        measured = self._plain.setdefault(situation, _Plain(step + FIRST_PLAIN))
+        doubtful = measured.seen < ONCE or plan.rate < CERTAIN * plain.rate
+        if not plan.off and step >= measured.due and doubtful:
+            measured.measured(step)  # also where rows that do not choose go on with their drafts
             return plain
         trial = self._trial(problem, plan, step)
         if trial is None:
@@ -95,10 +117,10 @@ class Trials:
         for draft in self._drafts:
             draft.interval, draft.due, draft.promising = FIRST, min(draft.due, step + 1), frozenset()
 
-    def observe(self, plain: bool, seen: Mapping[int, Sequence[Try]], step: int) -> None:
-        """What came of a step: whether it was a plain one, and the rounds of drafts by their numbers."""
-        if plain:
-            self._plain_measured(step)
+    def observe(self, plain: Hashable | None, seen: Mapping[int, Sequence[Try]], step: int) -> None:
+        """What came of a step: in what situation if it was a plain one, and the rounds of drafts by their numbers."""
+        if plain is not None:
+            self._plain.setdefault(plain, _Plain(step)).measured(step)
         if self._under_way is None:
             return
         trial = self._under_way
@@ -114,17 +136,14 @@ class Trials:
         if len(draft.promising) > len(trial.rows) / 2:
             draft.promising = frozenset()  # then it may be so for all
 
-    def _plain_measured(self, step: int) -> None:
-        self._plain_seen += 1
-        self._plain_due = step + min(FIRST_PLAIN << min(self._plain_seen, 10), LAST_PLAIN)
-
     def _trial(self, problem: Problem, plan: Plan, step: int) -> Plan | None:
         """A round of the draft that has waited longest, for as many rows as the credit pays; ``None``: none now."""
         if self._under_way is not None:
             if self._under_way.number not in plan.drafts:
                 return self._affordable(problem, plan, self._under_way.number) or plan
             self._under_way = None
-        waiting = [n for n, draft in enumerate(self._drafts) if draft.due <= step and n not in plan.drafts]
+        idle = [n for n in range(len(self._drafts)) if n not in plan.drafts and n != self.watched]
+        waiting = [n for n in idle if self._drafts[n].due <= step]
         for number in sorted(waiting, key=lambda n: self._drafts[n].due):
             offer = next((offer for offer in problem.offers if offer.number == number), None)
             if offer is None or not _hopeful(problem, plan, offer):

@@ -2,26 +2,31 @@
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from longdraft import LLM, DraftConfig
-from longdraft.bench import PLAIN, Arm, Plan, interval, repeated_share
+from longdraft.bench import PLAIN, Arm, Plan, Turn, interval, repeated_share
 from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
+from longdraft.bench.predict import predicted_speedup
 from longdraft.cli.app import app
 from longdraft.cli.bench import _lines, make_arms
 from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
+from longdraft.outputs import ControlStats
 from tests.e2e.command import longdraft
+from tests.unit.recorded import INT8, Flat
 
 CELL = {
     *("batch", "context", "dtype", "draft", "weights", "budget", "gamma", "temperature", "plain_tok_s", "spec_tok_s"),
     *("speedup", "ci_low", "ci_high", "identical", "tokens_per_verify", "acceptance_by_position", "t_plain_ms"),
-    *("t_draft_ms", "t_verify_ms", "roof_share", "repeated_8gram", "simulated", "noisy"),
+    *("t_draft_ms", "t_verify_ms", "roof_share", "repeated_8gram", "simulated", "noisy", "predicted"),
 }
 SELF = Arm("streaming_llm", DraftConfig(budget=16, gamma=2))
 FULL = Arm("full", DraftConfig(kv="full", gamma=3))
@@ -86,7 +91,7 @@ def test_an_arm_whose_drafts_are_chosen(llm, rate):
     """What was chosen in its turns alone, whatever else ran; also with imposed acceptance."""
     auto, fixed = measure(llm, Plan((2,), (64,), (AUTO, SELF), **SMALL, assume_acceptance=rate))
     report = auto.report()
-    assert report.keys() == CELL | {"control"}
+    assert report.keys() == CELL | {"control", "over_fixed"}
     assert (auto.identical, auto.budget, auto.weights, fixed.control) == (True, None, "auto", None)
     chosen = auto.control["chosen"]
     assert sum(one["share"] for one in chosen) == pytest.approx(1)
@@ -96,6 +101,36 @@ def test_an_arm_whose_drafts_are_chosen(llm, rate):
     lines = {name: values for name, _, values in _lines([auto, fixed])}
     assert lines["Eq. 2 residual"][0].endswith("%")
     assert lines["Eq. 2 residual"][1] == ""
+
+
+def test_control_learns_from_its_own_turns_alone(folder):
+    own = LLM(folder, dtype="float64", kv_cache_memory_bytes=2**24)
+    measure(own, Plan((1,), (64,), (Arm("window", DraftConfig(budget=256, gamma=2)),), **SMALL))
+    control = own.engine.control
+    assert (control.pace._seen, control.evidence.pools[0].evidence(0)) == (0, 0)
+    measure(own, Plan((1,), (64,), (AUTO,), **SMALL))
+    assert control.pace._seen > 0
+
+
+def test_rows_of_several_lengths_in_one_batch(llm):
+    auto, fixed = measure(llm, Plan((3,), ((32, 64),), (AUTO, LOOKUP), **SMALL))
+    assert (auto.context, auto.row_contexts, auto.identical) == (43, [32, 64, 32], True)
+    assert "row_contexts" in fixed.report()
+    assert auto.over_fixed.arm in ("plain", "ngram γ2")
+    slower = fixed if fixed.spec_tok_s > fixed.plain_tok_s else replace(fixed, spec_tok_s=fixed.plain_tok_s)
+    assert auto.over_fixed.arm == ("ngram γ2" if slower is fixed else "plain")
+
+
+def test_what_prices_say_of_a_measured_speedup():
+    """A pass takes a second, a drafted token half of one: 2.5 tokens per pass in two seconds."""
+    turns = Turn(50, 1.0, 0.0, 10, 20, drafted=[20, 20], accepted=[15, 15], context=101.0)
+    arm, prices = Arm("int8", replace(INT8, gamma=2)), Flat(0.5)
+    llm = SimpleNamespace(engine=SimpleNamespace(control=SimpleNamespace(prices=prices)))
+    assert predicted_speedup(llm, arm, [90, 110], turns, turns) == pytest.approx(1.25)
+    prices.knows = lambda draft: False
+    assert predicted_speedup(llm, arm, [90, 110], turns, turns) is None
+    control = ControlStats(seconds=9.0, plain_s=6.0, expected_s=4.0)
+    assert predicted_speedup(llm, AUTO, [90, 110], turns, replace(turns, control=control)) == pytest.approx(1.5)
 
 
 def test_auto_is_one_arm_whatever_budgets_and_gammas_are_asked_for():
@@ -234,9 +269,21 @@ def test_the_machine():
 
 
 def test_a_difference_is_exit_status_1(folder, monkeypatch, wrong_verify):
-    monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
     monkeypatch.setattr("longdraft.bench.machine.ROOF_BYTES", 2**20)
-    args = ["--draft", "full", "--batch", "2", "--context", "64", "--rounds", "2", "--round-tokens", "4"]
+    args = [
+        "--draft",
+        "full",
+        "--text",
+        "random",
+        "--batch",
+        "2",
+        "--context",
+        "64",
+        "--rounds",
+        "2",
+        "--round-tokens",
+        "4",
+    ]
     done = CliRunner().invoke(app, ["bench", "decode", "--model", str(folder), "--dtype", "float64", *args])
     assert done.exit_code == 1, done.output
     report = json.loads(done.stdout.splitlines()[-1])
@@ -252,7 +299,7 @@ def test_the_verb(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads(file.read_text())
-    assert report.keys() == {"machine", "model", "cells", "peers"}
+    assert report.keys() == {"machine", "model", "text", "cells", "peers"}
     assert {"name", "dtype", "kv_dtype", "weight_bytes", "kv_bytes_per_token"} <= report["model"].keys()
     assert len(report["cells"]) == 8
     assert all(cell.keys() == CELL and cell["identical"] for cell in report["cells"])
@@ -265,8 +312,7 @@ def test_ctrl_c_prints_what_is_known(folder, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "disturbed", interrupted)
-    monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
-    args = ["--batch", "1", "--context", "32", "--rounds", "2", "--round-tokens", "4"]
+    args = ["--text", "random", "--batch", "1", "--context", "32", "--rounds", "2", "--round-tokens", "4"]
     done = CliRunner().invoke(app, ["bench", "decode", "--model", str(folder), "--dtype", "float64", *args])
     assert done.exit_code == 130, done.output
     assert json.loads(done.stdout.splitlines()[-1])["cells"] == []
@@ -302,6 +348,8 @@ def test_prompts_differ(embedded_path):
         (("--plot", "x.pdf"), ".png"),
         (("--json", "/no/such/folder/x.json"), "folder"),
         (("--peer", "vllm"), "--peer"),
+        (("--text", "verse"), "--text"),
+        (("--context", "500,700"), "--context"),
     ],
 )
 def test_wrong_options_are_refused(args, words):

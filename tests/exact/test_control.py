@@ -29,6 +29,7 @@ from tests.exact.test_contract import (
 from tests.unit.recorded import Flat
 
 AUTO = AutoDraft()
+ASIDE = DraftConfig(weights="ngram", gamma=8)
 
 
 class AtRandom:
@@ -47,7 +48,8 @@ class AtRandom:
             draft = replace(self.deck.pop(), gamma=rng.randint(1, 6))
             self.used.add(replace(draft, gamma=1))
         dropped = tuple(rng.sample(self.drafts, 2)) if rng.random() < 0.1 else ()
-        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped)
+        aside = ASIDE if rng.random() < 0.5 else None
+        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped, aside)
 
     def told(self, seq):
         return tuple(self.rng.sample(self.drafts, 3)) if isinstance(seq.draft, AutoDraft) else seq.own_choice.told
@@ -164,7 +166,7 @@ def test_the_real_control_in_a_crowded_engine(tiny):
     """It proposes, it is told what came of it, and it keeps nothing of those that are gone."""
     control = Controller(Flat(0.05), {SELF: 0.5, DraftConfig(budget=16, sinks=4, gamma=1): 0.5})
     engine = Engine(tiny, EngineConfig(max_model_len=256, num_pages=14, max_num_seqs=4), control=control)
-    asked = [([(7 * i + n) % 128 for i in range(n)], SamplingParams(seed=n, max_tokens=30)) for n in (3, 17, 40, 64)]
+    asked = [([(7 * i + n) % 128 for i in range(n)], SamplingParams(seed=n, max_tokens=100)) for n in (30, 33, 40, 44)]
     seqs = [engine.sequence(engine.add(prompt, params, AUTO)) for prompt, params in asked]
     while engine.has_work:
         engine.step()

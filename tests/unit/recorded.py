@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from longdraft.config import AutoDraft, DraftConfig
@@ -84,8 +84,8 @@ class World:
     def step(self):
         lengths = [seq.num_committed for seq in self.seqs]
         rows = [
-            Row(seq, 1, 1, room=choice.draft.gamma if choice.draft else 0, choice=choice)
-            for seq, choice in zip(self.seqs, self.control.choose(self.seqs), strict=True)
+            Row(seq, 1, 1, room=choice.draft.gamma if choice.draft else 0, choice=choice, guess=self.guess(i, choice))
+            for i, (seq, choice) in enumerate(zip(self.seqs, self.control.choose(self.seqs), strict=True))
         ]
         draft_s = {}
         groups = {}
@@ -115,9 +115,15 @@ class World:
         seq.stats.count(row.room, accepted, accepted + 1)
         seq.num_committed += accepted + 1
         seq.ids.extend([0] * (accepted + 1))
-        return Round(
-            Row(seq, 1, 1, room=row.room, proposal=(0,) * row.room, choice=row.choice), row.room, accepted, accepted + 1
-        )
+        return Round(replace(row, proposal=(0,) * row.room), row.room, accepted, accepted + 1)
+
+    def guess(self, i, choice):
+        """What the draft aside says; the text is all zeros."""
+        if choice.aside is None:
+            return None
+        rate = self.truth(choice.aside, i, len(self.seqs[i].output_ids))
+        length = 8 if rate > 0.6 else 2
+        return tuple(int(self.rng.random() >= rate) for _ in range(length))
 
 
 def oracle(costs, lengths, rates, most=6):
@@ -145,6 +151,9 @@ class Flat:
 
     def __init__(self, draft_s):
         self.draft_s = draft_s
+
+    def knows(self, config):
+        return True
 
     def target(self, lengths, tokens):
         return 1.0

@@ -10,7 +10,7 @@ import pytest
 from longdraft.config import AutoDraft, DraftConfig
 from longdraft.core import Choice, Round, Row
 from longdraft.outputs import ControlStats
-from longdraft.planner.batch import BatchCosts
+from longdraft.planner.batch import BatchCosts, verify_kind
 from longdraft.planner.candidates import CONSIDERED, Target, prior
 from longdraft.planner.catalogue import known_models
 from longdraft.planner.control import Controller
@@ -19,7 +19,9 @@ from longdraft.planner.estimate import Own, Pool, survival
 from longdraft.planner.hardware import unmeasured_cpu
 from longdraft.planner.joint import Offer, Problem
 from longdraft.planner.pace import Pace
+from longdraft.planner.reasons import MEASURING
 from longdraft.planner.roofline import Roofline
+from longdraft.planner.trials import Trials
 from tests.unit.recorded import EPYC, INT8, NGRAM, WINDOW, Flat, Recorded, World, oracle, sequence
 
 DRAFTS = {INT8: 0.75, WINDOW: 0.75}
@@ -93,7 +95,7 @@ def test_a_mixed_batch_gains_over_always_and_never():
     late = world.steps[-60:]
     drafted = [sum(rows[i][1] > 0 for rows in late) for i in range(8)]
     assert min(drafted[:2]) > 45
-    assert sum(drafted[2:]) < 0.2 * 6 * 60  # tried now and then, as they might have changed
+    assert sum(drafted[2:]) < 0.25 * 6 * 60  # tried now and then, as they might have changed
     seconds = world.costs.target([7200] * 8, [5] * 8) + world.costs.draft(INT8, [7200] * 8, [4] * 8)
     always = sum(sum(rate**k for k in range(5)) for rate in rates) / seconds
     never = 8 / world.costs.target([7200] * 8, [1] * 8)
@@ -213,17 +215,44 @@ def test_an_unseen_position_is_what_the_seen_one_is():
 
 def test_pace_learns_the_scale_and_each_kinds_own_error():
     rng, pace = random.Random(0), Pace()
-    true = {"a": 3.0, "b": 3.6}
+    a, b = ("a", "a here"), ("b", "b here")
+    true = {a: 3.0, b: 3.6}
     for n in range(300):
-        kind = "a" if n % 10 else "b"
+        kind = a if n % 10 else b
         burst = 4.0 if n == 250 else 1.0  # somebody else's work
         pace.observe(kind, burst * true[kind] * math.exp(rng.gauss(0, 0.05)), 1.0)
-    assert pace.factor("a") == pytest.approx(3.0, rel=0.05)
-    assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.04)
-    assert 2.9 < pace.factor("new") < 3.7  # as one of the two, or between them
+    assert pace.factor(a) == pytest.approx(3.0, rel=0.05)
+    assert pace.factor(b) / pace.factor(a) == pytest.approx(1.2, rel=0.04)
+    assert 2.6 < pace.factor(("new", "new here")) < 3.4  # as one of the two, or somewhat faster
     for _ in range(60):  # the machine slows down; what was not seen is known to be slower, too
-        pace.observe("a", 6.0, 1.0)
-    assert pace.factor("b") / pace.factor("a") == pytest.approx(1.2, rel=0.1)
+        pace.observe(a, 6.0, 1.0)
+    assert pace.factor(b) / pace.factor(a) == pytest.approx(1.2, rel=0.1)
+
+
+def test_one_burst_does_not_condemn_a_kind():
+    """The first pass of a kind takes four times as long as it should: it is dearer by a quarter at most."""
+    pace, plain, long = Pace(), (("x", 1), ("x", 1, 1)), (("x", 9), ("x", 9, 1))
+    for _ in range(10):
+        pace.observe(plain, 1.0, 1.0)
+    pace.observe(long, 4.0, 1.0)
+    assert pace.factor(long) / pace.factor(plain) < 1.25
+    for _ in range(6):
+        pace.observe(long, 4.0, 1.0)  # so it is
+    assert pace.factor(long) / pace.factor(plain) > 2.5
+
+
+def test_a_price_may_be_wrong_in_some_batches_only():
+    """Long known to be right elsewhere, a kind of pass is half as dear again here: soon that is known."""
+    pace, here, there = Pace(), (("x", 2), ("x", 2, 16)), (("x", 2), ("x", 2, 1))
+    plain = (("x", 1), ("x", 1, 16))
+    for _ in range(200):
+        pace.observe(there, 1.0, 1.0)
+        pace.observe((("x", 1), ("x", 1, 1)), 1.0, 1.0)
+    for _ in range(12):
+        pace.observe(plain, 1.0, 1.0)
+        pace.observe(here, 1.5, 1.0)
+    assert pace.factor(here) / pace.factor(plain) > 1.3
+    assert pace.factor(there) / pace.factor(plain) < 1.2
 
 
 @pytest.mark.parametrize(("draft_s", "starts"), [(0.88, False), (0.84, True)])  # 1.9 tokens in 1.88 or 1.84 s
@@ -233,16 +262,20 @@ def test_a_gain_of_one_per_cent_is_not_worth_starting_for(draft_s, starts):
 
 
 def test_what_was_not_seen_lately_is_not_chosen_and_old_evidence_fades_when_another_comes_into_use():
-    control = Controller(EPYC, {INT8: 0.6, WINDOW: 0.99, NGRAM: 0.1})
-    seen, untested, failed = control.evidence.pools
+    small = replace(INT8, budget=128)
+    costs = replace(EPYC, drafts=EPYC.drafts | {small: EPYC.drafts[INT8]})
+    control = Controller(costs, {INT8: 0.6, WINDOW: 0.99, small: 0.1, NGRAM: 0.1})
+    seen, untested, failed, watched = control.evidence.pools
     for _ in range(20):
         seen.observe(1, [(0, 4, 3)] * 8)
         failed.observe(1, [(0, 1, 0)] * 8)
+        watched.observe(1, [(0, 1, 0)] * 8)
     control._step = 1
     (choice,) = control.choose([sequence(0, 7000)])
     assert replace(choice.draft, gamma=1) == INT8
     assert untested.evidence(2) == 0
     assert failed.evidence(2) <= 2 < seen.evidence(2)
+    assert watched.evidence(2) > 20  # is always up to date
 
 
 def test_the_maximal_rule_says_nothing_of_the_coupled_one():
@@ -255,11 +288,32 @@ def test_the_maximal_rule_says_nothing_of_the_coupled_one():
 def test_a_pass_costs_its_price_times_the_pace_of_its_kind():
     pace, seqs = Pace(), [sequence(0, 7000)]
     for _ in range(60):
-        pace.observe(("target", 1), 1.0, 1.0)
-        pace.observe(("target", 4), 1.5, 1.0)
+        pace.observe(verify_kind([1], [7000]), 1.0, 1.0)
+        pace.observe(verify_kind([4], [7000]), 1.5, 1.0)
     costs = BatchCosts(EPYC, pace, (INT8,), seqs, [0], {})
     dear = costs.target([4]) / EPYC.target([7000], [4])
     assert dear / (costs.target([1]) / EPYC.target([7000], [1])) == pytest.approx(1.5, rel=0.05)
+
+
+def test_plain_passes_are_a_kind_of_their_own():
+    """Verifying a long guess of one row among sixteen is no plain step, however few tokens that is on average."""
+    assert verify_kind([1] * 15 + [8], [700] * 16)[0] != verify_kind([1] * 16, [700] * 16)[0]
+    assert verify_kind([2] * 4, [700] * 4)[0] == verify_kind([2] * 8, [7000] * 8)[0]
+    assert len({verify_kind([2] * rows, [length] * rows)[1] for rows in (4, 8) for length in (700, 7000)}) == 4
+
+
+def test_plain_decoding_is_measured_again_only_where_the_gain_is_in_doubt():
+    """Where drafting pays for sure it is measured twice in all."""
+    for rate, least, most in ((0.95, 1, 2), (0.6, 3, 9)):
+        world = play([7000] * 8, lambda row, at, rate=rate: rate, 600)
+        assert least <= world.control.stats.off[MEASURING] / 8 <= most
+
+
+def test_new_rows_bring_credit_for_trials():
+    """Of whose text nothing is known yet: as much as a plain step of them takes."""
+    trials, plain = Trials([False]), Problem(OneBatch(EPYC, [INT8], [7000] * 4), [], [8] * 4).plain()
+    trials.welcome(0.5, plain)
+    assert trials.credit == pytest.approx(plain.seconds / 2)
 
 
 # --- states of drafts
@@ -282,14 +336,14 @@ def test_waking_is_priced_and_idle_states_are_dropped():
     costs = replace(EPYC, wakes={INT8: 1000.0}, upkeeps={INT8: 0.5})  # 7 s for 7,000 tokens, 0.5 ms per pass
     control, seqs = Controller(costs, {INT8: 0.9}), [sequence(0, 7000, new=40)]
     assert all(answer(control, seqs, 9)[0] == Choice() for _ in range(20))  # 7 s for forty tokens: never
-    costs = replace(EPYC, wakes={INT8: 0.001}, upkeeps={INT8: 0.5})  # 7 ms
+    costs = replace(EPYC, wakes={INT8: 1.0}, upkeeps={INT8: 0.5})  # 7 ms
     control, seqs = Controller(costs, {INT8: 0.9}), [sequence(0, 7000)]
     (first,) = answer(control, seqs, 9)
     assert first.draft is not None
     assert first.told == (INT8,) == control.told(seqs[0])
     choices = [answer(control, seqs, 0)[0] for _ in range(60)]
     gone = next(n for n, choice in enumerate(choices) if choice.dropped)
-    off = next(n for n, choice in enumerate(choices) if choice.draft is None)
+    off = next(n for n in range(gone) if not any(choice.draft for choice in choices[n:gone]))
     assert choices[gone].dropped == (INT8,)
     assert INT8 not in choices[gone].told
     assert 7 / 0.5 - 9 < gone - off < 7 / 0.5 + 12  # ms to wake it, over ms per pass: as soon as it cost as much
