@@ -175,6 +175,21 @@ def test_rows_are_cut_singly_by_their_slots_the_models_length_and_their_own_wish
     assert not runner.said
 
 
+def test_counts_are_of_verified_tokens_alone():
+    """Three rows: one keeps 2 of 3, one is in its prompt, one had ended before anything was verified."""
+    runner = Runner(texts(random.Random(11), 3, 20))
+    drafter = runner.drafter(most=3)
+    drafter.propose(*runner.arguments(rows=(0, 2)))
+    sampled, lengths, ids = runner.arguments(rows=(0,))
+    sampled[0] = [1, 2, int(ids[0, lengths[0] - 1])]
+    runner.input_batch.req_ids[2] = "another"
+    runner.requests["another"] = runner.requests["r2"]
+    drafter.propose(sampled, lengths, ids)
+    counts = drafter.change()
+    assert (counts["rounds"], counts["verified"], counts["accepted"]) == (2, 3, 2)
+    assert drafter.counts == {}
+
+
 def test_rows_in_their_prompts_draft_nothing_and_disturb_nobody():
     runner = Runner(texts(random.Random(3), 4))
     drafts = runner.drafter(most=2).propose(*runner.arguments(rows=(1, 3)))
@@ -337,13 +352,27 @@ def test_the_line_for_vllm_says_what_the_keywords_say():
         engine_args(Settings(), 4, "tpu")
 
 
-def test_vllms_defect_is_found_and_repaired():
+def test_vllms_defects_are_found_and_repaired():
     x, ends = torch.tensor([1.0, 0.5, 0.0]), torch.tensor([1, 1, 4], dtype=torch.int32)
     assert expand_batch_to_tokens(x, ends, 4, 0, 9).tolist() == [1.0, 9.0, 9.0, 9.0]
-    right = SimpleNamespace(expand_batch_to_tokens=lambda *a: expand_batch_to_tokens(*a))
-    assert not repair(right, torch.device("cpu"))
-    wrong = SimpleNamespace(expand_batch_to_tokens=lambda x, ends, n, *a: torch.zeros(n, dtype=x.dtype))
-    assert repair(wrong, torch.device("cpu")) and wrong.expand_batch_to_tokens is expand_batch_to_tokens
+    fine = SimpleNamespace(
+        expand_batch_to_tokens=expand_batch_to_tokens, apply_sampling_constraints=lambda x, *_: x + 1
+    )
+    assert not list(repair(fine, torch.device("cpu")))
+
+    def constraints(logits, ends, metadata):
+        return logits + metadata.top_k.expand(len(logits)).max()
+
+    wrong = SimpleNamespace(
+        expand_batch_to_tokens=lambda x, ends, n, *a: torch.zeros(n, dtype=x.dtype),
+        apply_sampling_constraints=constraints,
+    )
+    assert len(list(repair(wrong, torch.device("cpu")))) == 2
+    assert wrong.expand_batch_to_tokens is expand_batch_to_tokens
+    params = SimpleNamespace(top_k=torch.tensor([2]))
+    assert wrong.apply_sampling_constraints(torch.empty(0, 3), ends, params).shape == (0, 3)
+    assert wrong.apply_sampling_constraints(torch.zeros(1, 3), ends, params).tolist() == [[2.0] * 3]
+    assert not list(repair(wrong, torch.device("cpu")))
 
 
 def test_tables_are_vllms_own_where_nothing_is_left_out():

@@ -35,9 +35,13 @@ class Drafter:
         self._forward, self._say = forward, warn
         self._checked = False
         self._said: set[str] = set()
+        self._waiting: dict[str, int] = {}  # drafted tokens by request that are not verified yet
 
     def change(self, **changes: Any) -> dict[str, float]:
-        """Replace settings from now on; returns the counts so far and starts new ones."""
+        """Replace settings from now on; returns the counts so far and starts new ones.
+
+        ``rounds``, tokens of drafts that were ``verified`` and of these ``accepted``, ``draft_s``.
+        """
         self.settings = replace(self.settings, **changes)
         counts, self.counts = dict(self.counts), Counter()
         return counts
@@ -61,9 +65,20 @@ class Drafter:
             self.runner._draft_probs = self.runner._draft_prob_req_ids = None
             self._warn(self.off)
             return [[] for _ in sampled]
-        self.counts.update(rounds=1, rows=len(rows), drafted=sum(map(len, drafts)))
+        self._count(sampled, drafts)
         self.counts["draft_s"] += time.perf_counter() - started
         return drafts
+
+    def _count(self, sampled: list[list[int]], drafts: list[list[int]]) -> None:
+        """A row's tokens but for the last one are those of its last drafts that stood."""
+        names = self.runner.input_batch.req_ids
+        self.counts["rounds"] += 1
+        for name, tokens, drafted in zip(names, sampled, drafts, strict=False):
+            if tokens:
+                self.counts["verified"] += self._waiting.pop(name, 0)
+                self.counts["accepted"] += len(tokens) - 1
+                self._waiting[name] = len(drafted)
+        self._waiting = {name: self._waiting[name] for name in names if name in self._waiting}
 
     def _ready(self) -> bool:
         if self.off is None and not self._checked:

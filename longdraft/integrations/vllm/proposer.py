@@ -49,8 +49,8 @@ class SparseProposer:
         self.drafter.runner = runner
         # vLLM would replace all rows' drafts by zeros once one row comes near the limit; here rows are cut singly.
         runner.effective_drafter_max_model_len = 1 << 30
-        if repair(rejection_sampler, runner.device):
-            logger.warning("LongDraft: sampling under speculation is wrong in this vLLM (issue 55005); repaired.")
+        for sentence in repair(rejection_sampler, runner.device):
+            logger.warning("LongDraft: %s; repaired.", sentence)
 
     @torch.inference_mode()
     def propose(
