@@ -28,6 +28,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there, bit by bit.")] = False,
     steps: Annotated[int | None, typer.Option(help="Other steps than the recipe's, of every stage.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+    arms: Annotated[str | None, typer.Option(metavar="A,B,…", help="The draft and its ablations, or all.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="So many of each arm, with seeds from the recipe's on.")] = None,
     json: options.JsonFile = None,
     plot: Annotated[bool, typer.Option(help="Draw each stage's loss and acceptance.")] = True,
 ) -> None:
@@ -43,8 +45,8 @@ def train(
     from longdraft.train.stages import Workshop
 
     options.check_outputs(json, None)
-    changes = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
-    recipe = read_recipe(config).with_run(**changes)
+    recipe = read_recipe(config).with_run(**_given(steps=steps, seed=seed))
+    recipe = recipe.with_arms(**_given(names=arms and tuple(arms.split(",")), seeds=seeds))
     out = out or Path("runs") / recipe.name
     with Progress() as progress, _interruptible() as stop:
         done = Workshop(recipe, out, resume, lambda name, run: _hooks(progress, name, run, stop)).run()
@@ -55,6 +57,10 @@ def train(
     if not all(outcome.finished for outcome in done.values()):
         typer.echo("Stopped; go on with --resume.", err=True)
         raise typer.Exit(STOPPED)
+
+
+def _given(**values: object) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager
