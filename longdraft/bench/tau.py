@@ -122,17 +122,17 @@ def measure(
     taps = [tap for method in methods for tap in method.taps]
     cells = list(product(plan.contexts, plan.temperatures))
     found: dict[tuple[str, int, float], list[torch.Tensor]] = {}
-    for context in plan.contexts:
-        for first in range(0, len(texts), plan.batch):
-            part = texts[first : first + plan.batch]
-            filled = Filled(target, part, plan.places(context), taps)
-            seeds = plan.seed + torch.arange(first, first + len(part))
-            for method in methods:
-                drafter = method.make(filled)
-                for temperature in plan.temperatures:
-                    stood = rounds(filled, drafter, temperature, seeds, plan.rule)
-                    found.setdefault((method.name, context, temperature), []).append(stood)
-            on_progress(plan.contexts.index(context) * len(texts) + first + len(part), len(plan.contexts) * len(texts))
+    for first in range(0, len(texts), plan.batch):
+        part = texts[first : first + plan.batch]
+        filled = Filled(target, part, plan.places(max(plan.contexts)), taps)
+        seeds = plan.seed + torch.arange(first, first + len(part))
+        for context, method in product(plan.contexts, methods):
+            there = filled.at(plan.places(context))
+            drafter = method.make(there)
+            for temperature in plan.temperatures:
+                stood = rounds(there, drafter, temperature, seeds, plan.rule)
+                found.setdefault((method.name, context, temperature), []).append(stood)
+        on_progress(first + len(part), len(texts))
     return {
         method.name: [Counts.of("rounds", *cell, torch.cat(found[(method.name, *cell)])) for cell in cells]
         for method in methods

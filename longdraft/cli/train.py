@@ -28,33 +28,51 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there, bit by bit.")] = False,
     steps: Annotated[int | None, typer.Option(help="Other steps than the recipe's, of every stage.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+    arms: Annotated[str | None, typer.Option(metavar="A,B,…", help="The draft and its ablations, or all.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="So many of each arm, with seeds from the recipe's on.")] = None,
+    evaluate: Annotated[
+        bool | None,
+        typer.Option("--evaluate/--no-evaluate", help="Count tokens per round. Left out: if there are arms."),
+    ] = None,
     json: options.JsonFile = None,
-    plot: Annotated[bool, typer.Option(help="Draw each stage's loss and acceptance.")] = True,
+    plot: Annotated[bool, typer.Option(help="Draw each stage's figures, and tokens per round.")] = True,
 ) -> None:
     """Train a draft for a model, or a small model from text, as a recipe says; docs/spire.md explains recipes.
 
     Each stage has a folder in DIR: what was trained is in model/, the steps' figures are in log.jsonl. A run that was
-    killed goes on with --resume; Ctrl-C ends it after the step that is under way. The last line of stdout is one JSON
-    object.
+    killed goes on with --resume; Ctrl-C ends it after the step that is under way. In the end all drafts are measured
+    together on held-out texts: tau.json and tau.png in DIR. The last line of stdout is one JSON object.
     """
     from longdraft.cli.bench import show, write
     from longdraft.cli.progress import Progress
+    from longdraft.cli.train_tables import evaluated
     from longdraft.train.recipe import read_recipe
     from longdraft.train.stages import Workshop
 
     options.check_outputs(json, None)
-    changes = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
-    recipe = read_recipe(config).with_run(**changes)
+    recipe = read_recipe(config).with_run(**_given(steps=steps, seed=seed))
+    recipe = recipe.with_arms(**_given(names=arms and tuple(arms.split(",")), seeds=seeds))
     out = out or Path("runs") / recipe.name
+    if evaluate is None:
+        evaluate = recipe.arms is not None
     with Progress() as progress, _interruptible() as stop:
-        done = Workshop(recipe, out, resume, lambda name, run: _hooks(progress, name, run, stop)).run()
+        workshop = Workshop(recipe, out, resume, lambda name, run: _hooks(progress, name, run, stop))
+        done = workshop.run()
     show([_table(done)])
     pictures = _draw(out, done) if plot else {}
     stages = {name: _figures(outcome) | pictures.get(name, {}) for name, outcome in done.items()}
-    write({"config": str(config), "out": str(out), "stages": stages}, json)
-    if not all(outcome.finished for outcome in done.values()):
+    finished = all(outcome.finished for outcome in done.values())
+    report = {"config": str(config), "out": str(out), "stages": stages}
+    if evaluate and finished and recipe.draft is not None:
+        report["tau"] = evaluated(workshop, done, plot)
+    write(report, json)
+    if not finished:
         typer.echo("Stopped; go on with --resume.", err=True)
         raise typer.Exit(STOPPED)
+
+
+def _given(**values: object) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager

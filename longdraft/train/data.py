@@ -80,13 +80,16 @@ def _key(documents: Sequence[Document], tokenizer: Tokenizer, share: float) -> s
 class Batches:
     """Sequences of several lengths, each with its share of the tokens; a step's are all of one length."""
 
-    def __init__(self, stream: torch.Tensor, shares: Mapping[int, float], batch_tokens: int, seed: int) -> None:
+    def __init__(
+        self, stream: torch.Tensor, shares: Mapping[int, float], batch_tokens: int, seed: int, fixed: bool = False
+    ) -> None:
         """``shares``: length in tokens → share of all tokens that come in sequences of it; any positive weights.
 
+        ``fixed``: sequences are cut at the same places in every epoch, so that there are no others than ``texts``.
         Every step has ``batch_tokens``. Raises ``InvalidValueError`` where the stream is too short for a length, or
         ``batch_tokens`` is no multiple of it.
         """
-        self.stream, self.batch_tokens, self.seed = stream, batch_tokens, seed
+        self.stream, self.batch_tokens, self.seed, self.fixed = stream, batch_tokens, seed, fixed
         self.lengths = sorted(shares)
         weights = np.array([shares[length] for length in self.lengths], float)
         self._ends = np.cumsum(weights / weights.sum())
@@ -105,6 +108,17 @@ class Batches:
         first = int((which[:step] == which[step]).sum()) * rows  # sequences of this length so far
         return torch.stack([self._sequence(length, first + row) for row in range(rows)])
 
+    def texts(self) -> Iterator[torch.Tensor]:
+        """For each length all sequences ``[R, L]``, if they are ``fixed``."""
+        for length in self.lengths:
+            count = self._per_epoch(length)
+            yield self.stream[: count * length].view(count, length)
+
+    def _per_epoch(self, length: int) -> int:
+        """One less than there is room for where their beginning moves."""
+        count = len(self.stream) // length
+        return count if self.fixed else max(1, count - 1)
+
     def _which(self, steps: int) -> np.ndarray:
         """For each of the first steps, the index of its length."""
         at = np.modf(self._draw(0) + GOLDEN * np.arange(steps))[0]
@@ -112,7 +126,7 @@ class Batches:
 
     def _sequence(self, length: int, n: int) -> torch.Tensor:
         """The ``n``-th: every epoch goes through all sequences once, in an order and from a beginning of its own."""
-        per_epoch = max(1, len(self.stream) // length - 1)  # one less, so that the beginning may move
+        per_epoch = self._per_epoch(length)
         epoch, at = divmod(n, per_epoch)
         offset, order = self._order(length, epoch, per_epoch)
         start = offset + int(order[at]) * length
@@ -120,7 +134,7 @@ class Batches:
 
     def _shuffled(self, length: int, epoch: int, count: int) -> tuple[int, np.ndarray]:
         random = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, length, epoch]))
-        room = len(self.stream) - count * length
+        room = 0 if self.fixed else len(self.stream) - count * length
         return int(random.integers(min(room, length) + 1)), random.permutation(count)
 
     def _draw(self, stream: int) -> float:

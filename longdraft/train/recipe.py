@@ -3,7 +3,9 @@
     [target]   path of the model, or [target.model]: the words of a config.json, for one that is trained first
     [data]     texts
     [draft]    what is trained for the target; without it, only the target is
+    [arms]     which ablations of it are trained beside it, and with how many seeds
     [loss]     of a draft that reads the target (``DistillConfig``)
+    [evaluate] on how many held-out texts, and where, tokens per round are counted in the end
     [optim]    and [run]; those of a target that is trained are [target.optim] and [target.run]
 
 What is left out has a default, what nobody knows is refused by name. Paths are relative to the file.
@@ -18,13 +20,15 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 
+from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError
 from longdraft.models.feedback import FeedbackConfig
+from longdraft.train.arms import NAMES, VANILLA
 from longdraft.train.corpora import CORPORA
 from longdraft.train.distill import DistillConfig
 from longdraft.train.loop import RunConfig
 from longdraft.train.optim import OptimConfig
-from longdraft.train.settings import Section, as_words, choice, number, read_section, refuse_others
+from longdraft.train.settings import Section, as_list, as_words, choice, number, read_section, refuse_others, whole
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,11 +41,16 @@ LAYERS = re.compile("(last|spaced|influential):[1-9][0-9]{0,3}")
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """Texts: of ``corpora`` and in ``paths`` (files and folders); ``held_out`` is the share of documents kept aside."""
+    """Texts: of ``corpora`` and in ``paths`` (files and folders); ``held_out`` is the share of documents kept aside.
+
+    ``cache``: what the target says of them is written down once, for all drafts and epochs. Sequences are then cut at
+    the same places in every epoch. A token takes two bytes per residual stream that is read, and of the last one.
+    """
 
     corpora: Sequence[str] = field(default=tuple(CORPORA), metadata={"check": as_words})
     paths: Sequence[str] = field(default=(), metadata={"check": as_words})
     held_out: float = number(0.05, 0, 1)
+    cache: bool = choice(False, (False, True))
 
 
 @dataclass(frozen=True)
@@ -97,22 +106,68 @@ class DraftRecipe(Section):
         return FeedbackConfig(layers, self.window, self.sinks, self.memory, self.context)
 
 
+def _as_arms(what: str, value: object) -> tuple[str, ...]:
+    """Names of arms, each once; ``all`` are all."""
+    names = as_words(what, value)
+    if names == ("all",):
+        return NAMES
+    if not names or len(set(names)) < len(names) or set(names) - set(NAMES):
+        raise InvalidValueError(what, value, f"must be 'all' alone, or some of {', '.join(NAMES)}, each once")
+    return names
+
+
+@dataclass(frozen=True)
+class ArmsConfig(Section):
+    """The draft and its ablations by ``names`` (``arms.py``), each with ``seeds``, one after the other from the run's.
+
+    ``vanilla``: sizes of the plain small model; left out, an eighth of the target.
+    """
+
+    names: Sequence[str] = field(default=("spire", "no-activations", VANILLA), metadata={"check": _as_arms})
+    seeds: int = whole(1, 1, 1000)
+    vanilla: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Section):
+    """Where tokens per round are counted: behind ``contexts`` tokens of ``texts`` held-out texts, over ``span`` tokens.
+
+    ``batch``: texts at a time.
+    """
+
+    contexts: Sequence[int] = field(default=(256, 512, 960), metadata={"check": as_list(as_int, 1, 2**24)})
+    temperatures: Sequence[float] = field(default=(0.0, 1.0), metadata={"check": as_list(as_float, 0.0, 1e3)})
+    texts: int = whole(64, 2, 2**20)
+    span: int = whole(64, 1, 2**20)
+    batch: int = whole(4, 1, 4096)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """All of it; ``name`` is the file's."""
+    """All of it; ``name`` is the file's. ``arms``: none: the draft alone."""
 
     name: str
     target: TargetConfig
     data: DataConfig = DataConfig()
     draft: DraftRecipe | None = None
+    arms: ArmsConfig | None = None
     loss: DistillConfig = DistillConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = field(default_factory=RunConfig)
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    def __post_init__(self) -> None:
+        if self.arms is not None and (self.draft is None or self.draft.kind != "spire"):
+            raise InvalidValueError("arms", list(self.arms.names), "need a [draft] of the kind 'spire'")
 
     def with_run(self, **changes: int) -> Recipe:
         """The same with other steps or another seed, of the target's training, too."""
         target = replace(self.target, run=replace(self.target.run, **changes))
         return replace(self, target=target, run=replace(self.run, **changes))
+
+    def with_arms(self, **changes: object) -> Recipe:
+        """The same with other ``names`` or ``seeds``. Raises ``InvalidValueError``."""
+        return replace(self, arms=replace(self.arms or ArmsConfig(), **changes)) if changes else self
 
 
 def read_recipe(file: str | PathLike[str]) -> Recipe:
@@ -133,6 +188,7 @@ def parse_recipe(raw: Mapping[str, object], name: str, folder: Path) -> Recipe:
     raw = refuse_others(raw, [f.name for f in fields(Recipe) if f.name != "name"], "")
     parts: dict[str, object] = {"target": _target(raw.get("target", {}), folder)}
     kinds = {"data": DataConfig, "draft": DraftRecipe, "loss": DistillConfig, "optim": OptimConfig, "run": RunConfig}
+    kinds |= {"arms": ArmsConfig, "evaluate": EvaluateConfig}
     parts |= {key: read_section(kind, raw[key], key) for key, kind in kinds.items() if key in raw}
     recipe = Recipe(name, **parts)
     if recipe.draft is None and recipe.target.path is not None:

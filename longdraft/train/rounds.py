@@ -11,6 +11,7 @@ on, which is likelier than a text. It is exact for greedy decoding of a text tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,9 +64,19 @@ class Filled:
         self._streams = teacher.residuals(self.texts.tolist(), self._taps, self.store)
         self._named = len(texts)
 
+    def at(self, places: Places) -> Filled:
+        """The same cache, not filled again, with rounds at other places, as many at most and no further into the texts.
+
+        Of several such ones only one may have branches at a time.
+        """
+        assert (places.count, places.k) == (self.places.count, self.places.k) and places.length <= self.places.length
+        other = copy.copy(self)
+        other.places, other.texts = places, self.texts[:, : places.length]
+        return other
+
     def streams(self, taps: Sequence[int]) -> Residuals:
         """``[T, B, L, hidden]``, in the order of ``taps``."""
-        return self._streams[[self._taps.index(tap) for tap in taps]]
+        return self._streams[[self._taps.index(tap) for tap in taps], :, : self.places.length]
 
     def branch(self) -> list[Feed]:
         """New rows, one per text and round, that share the text up to the newest token, which they feed next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -23,13 +23,13 @@ def number(default: float, low: float, high: float) -> Any:  # noqa: ANN401
     return field(default=default, metadata={"check": lambda what, x: as_float(what, x, low, high)})
 
 
-def choice(default: str, known: Iterable[str]) -> Any:  # noqa: ANN401
-    """A field that holds one of a few words."""
+def choice(default: T, known: Iterable[T]) -> Any:  # noqa: ANN401
+    """A field that holds one of a few words, or yes or no."""
     known = tuple(known)
 
-    def check(what: str, value: object) -> str:
-        if value not in known:
-            raise InvalidValueError(what, value, f"must be one of {', '.join(known)}")
+    def check(what: str, value: object) -> T:
+        if value not in known or type(value) is not type(default):
+            raise InvalidValueError(what, value, f"must be one of {', '.join(map(str, known))}")
         return value
 
     return field(default=default, metadata={"check": check})
@@ -40,6 +40,17 @@ def as_words(what: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) for word in value):
         raise InvalidValueError(what, value, "must be a list of words")
     return tuple(value)
+
+
+def as_list(check: Callable[..., T], low: float, high: float) -> Callable[[str, object], tuple[T, ...]]:
+    """A check of a list of at least one number, each by ``check``."""
+
+    def all_of(what: str, value: object) -> tuple[T, ...]:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise InvalidValueError(what, value, "must be a list of numbers")
+        return tuple(check(what, x, low, high) for x in value)
+
+    return all_of
 
 
 def as_shares(what: str, value: object) -> dict[int, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from longdraft.checkpoint.folder import read_json
 from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.models.weights import fingerprint
-from longdraft.train.distill import Said, Source
+from longdraft.train.distill import Live, Said, Source
 from longdraft.train.files import save_tensors
 from longdraft.train.losses import Logits, Top, Whole
 from longdraft.train.teacher import Teacher
@@ -172,23 +172,28 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class TextBatches:
-    """Batches of ``texts [R, L]`` that stay as they are, each once in an epoch, in an order that is computed."""
+class Shelf:
+    """A ``Source`` of texts of several lengths, each with a folder of shards."""
 
-    texts: torch.Tensor
-    rows: int  # of a batch
-    seed: int = 0
+    taps: tuple[int, ...]
+    shards: Mapping[int, Shards]
 
-    def step(self, step: int) -> torch.Tensor:
-        """``[B, L]``: what step 0, 1, … trains on; a function of texts, seed and step alone."""
-        count = len(self.texts)
-        places = [divmod(step * self.rows + n, count) for n in range(self.rows)]
-        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
-        return self.texts[torch.stack([orders[epoch][at] for epoch, at in places])].long()
+    @classmethod
+    def written(cls, out: Path, target: Checkpoint, texts: Iterable[torch.Tensor], live: Live) -> Shelf:
+        """Of ``texts``, ``[R, L]`` for each length, in ``out``: written now where they are not there yet.
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        mixed = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=7).digest()
-        return torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(int.from_bytes(mixed, "big")))
+        All of a distribution is kept, and ``live`` is asked of other texts. Raises ``ModelFileError``.
+        """
+        found = {}
+        for rows in texts:
+            folder, key = out / f"said-{rows.shape[1]}", Key.of(target, rows, live.taps, top=0)
+            write_shards(folder, key, rows, live.teacher, live.logits)
+            found[rows.shape[1]] = Shards(folder, key, live.logits, live)
+        return cls(live.taps, found)
+
+    def of(self, ids: torch.Tensor) -> Said:
+        """See ``Source``."""
+        return self.shards[ids.shape[1]].of(ids)
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -8,14 +8,16 @@ import torch
 from longdraft.checkpoint.base import Checkpoint
 from longdraft.checkpoint.spire import read_spire
 from longdraft.errors import InvalidValueError, ModelFileError
+from longdraft.models.config import parse_hf_config
 from longdraft.models.feedback import Ends, FeedbackConfig, FeedbackDraft
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.models.transformer import Transformer
-from longdraft.train.arms import ARMS, student
+from longdraft.train.arms import ARMS, an_eighth, student
+from longdraft.train.data import Batches
 from longdraft.train.distill import Distillation, DistillConfig, Live, Said, Student, first_block, narrowed
 from longdraft.train.losses import Top, Whole, acceptance
 from longdraft.train.prune_init import initial_tensors
-from longdraft.train.shards import Key, Shards, TextBatches, write_shards
+from longdraft.train.shards import Key, Shards, Shelf, write_shards
 from longdraft.train.teacher import Teacher
 from tests.spire_drafts import for_training, tensors_of
 
@@ -173,7 +175,7 @@ def test_a_model_of_its_own_learns_all_that_it_has(world):
 
 def test_arms_lack_what_their_names_say(world):
     """By name: memory, context, beginning and loss; all give a loss, and none changes what another begins with."""
-    made = {name: student(name, world.checkpoint, SPIRE, DistillConfig(k=3), seed=4) for name in ARMS}
+    made = {name: student(how, world.checkpoint, SPIRE, DistillConfig(k=3), seed=4) for name, how in ARMS.items()}
     shown = {
         name: (s.model.config.memory, s.model.config.context, how.loss, how.omega) for name, (s, how) in made.items()
     }
@@ -194,8 +196,8 @@ def test_arms_lack_what_their_names_say(world):
     for arm, (s, how) in made.items():
         loss = Distillation(s, Live(world.teacher, s.model.taps, s.model.logits), how).loss(texts(2, 9))[0]
         assert bool(loss.isfinite()) and loss.requires_grad, arm
-    with pytest.raises(InvalidValueError, match="no-memory"):
-        student("vanilla", world.checkpoint, SPIRE, DistillConfig())
+    small = parse_hf_config({"vocab_size": 9, **an_eighth(tiny_config())})
+    assert (small.hidden_size, small.num_layers, small.head_dim) == (32, 1, 8), "of 64, 3 and 16"
 
 
 def test_what_is_learned_is_exported(world, tmp_path):
@@ -348,10 +350,17 @@ def test_shards_of_something_else_are_refused_by_name(world, tmp_path):
         Shards(tmp_path, key(world), world.draft.logits)
 
 
-def test_batches_of_fixed_texts_take_each_once_an_epoch():
-    batches = TextBatches(TEXTS, rows=3, seed=2)
-    seen = torch.cat([batches.step(n) for n in range(7)])  # three epochs
-    for epoch in seen.split(7):
-        assert sorted(epoch.tolist()) == sorted(TEXTS.tolist())
-    assert seen[:7].tolist() != seen[7:14].tolist()
-    assert torch.equal(TextBatches(TEXTS, 3, 2).step(5), batches.step(5))
+def test_a_shelf_has_texts_of_every_length_and_runs_the_target_for_no_other(world, tmp_path):
+    """What is read is what the target says, rounded; texts that are not there are asked of it."""
+    stream = texts(1, 50)[0].to(torch.int32)
+    batches = Batches(stream, {8: 0.5, 12: 0.5}, 24, seed=1, fixed=True)
+    shelf = Shelf.written(tmp_path, world.checkpoint, batches.texts(), world.live)
+    silent = Shelf.written(tmp_path, world.checkpoint, batches.texts(), replace(world.live, teacher=None))
+    for step in range(6):  # more than an epoch of each
+        ids = batches.step(step)
+        said, live = silent.of(ids), world.live.of(ids)
+        torch.testing.assert_close(said.residuals.double(), live.residuals, rtol=0.01, atol=0.01)
+        assert torch.equal(said.targets.streams, shelf.of(ids).targets.streams)
+    assert shelf.of(texts(2, 8, seed=3)).residuals.dtype == F64, "live"
+    with pytest.raises(AttributeError):
+        silent.of(texts(2, 8, seed=3))

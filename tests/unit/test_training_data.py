@@ -106,6 +106,15 @@ def test_an_epoch_goes_over_every_sequence_once():
     assert len(set(orders)) == 3 and len({int(epoch.min()) for epoch in starts}) > 1
 
 
+def test_fixed_sequences_are_the_same_in_every_epoch():
+    batches = Batches(torch.arange(171, dtype=torch.int32), {8: 1.0}, 56, seed=1, fixed=True)  # 21 sequences of 8
+    seen = torch.cat([batches.step(step) for step in range(9)]).view(3, 21, 8)
+    (texts,) = batches.texts()
+    for epoch in seen:
+        assert sorted(epoch.tolist()) == texts.tolist()
+    assert seen[0].tolist() != seen[1].tolist()
+
+
 def test_lengths_must_fit():
     stream = torch.arange(100, dtype=torch.int32)
     with pytest.raises(InvalidValueError, match="at most the 100 tokens"):
@@ -158,6 +167,12 @@ def test_the_recipes_of_the_project_are_right():
         ({"optim": {"beta3": 1}}, ["optim.beta3", "'beta"]),
         ({"loss": {"omega": 2}}, ["loss.omega is 2"]),
         ({"data": {"paths": "x"}}, ["data.paths", "list of words"]),
+        ({"data": {"cache": 1}}, ["data.cache is 1", "False, True"]),
+        ({"arms": {"names": ["spire", "no-memry"]}}, ["arms.names", "no-memory", "vanilla"]),
+        ({"arms": {"names": ["spire", "all"]}}, ["arms.names"]),
+        ({"arms": {}, "draft": {"kind": "model", "model": {}}}, ["arms", "'spire'"]),
+        ({"evaluate": {"contexts": []}}, ["evaluate.contexts", "list of numbers"]),
+        ({"evaluate": {"temperatures": [0, -1]}}, ["evaluate.temperatures is -1"]),
         ({"target": {}}, ["target.path", "target.model"]),
         ({"target": {"path": "x", "optm": {}}}, ["target.optm", "'optim'"]),
         ({"target": {"path": "x", "optim": {"lr": -1}}}, ["target.optim.lr is -1"]),
