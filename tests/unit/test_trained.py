@@ -74,7 +74,8 @@ def run(folder, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder):
+def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder, monkeypatch):
+    monkeypatch.setattr("longdraft.cli.train._draw", lambda out, done: {})  # pictures of stages take long
     report = run(folder, "--seeds", "2")
     names = [f"{arm}-{seed}" for seed in (0, 1) for arm in ("no-activations", "spire", "vanilla")]
     assert list(report["stages"]) == ["target", *names]
