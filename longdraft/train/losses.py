@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -107,13 +108,24 @@ class Compared:
     log_p: torch.Tensor | None  # [n, C]; None: the target was not asked
     log_q_of_text: torch.Tensor  # [n]: of the text's own next token
 
+    @cached_property
+    def acceptance(self) -> torch.Tensor:
+        """α, ``[n]``."""
+        return acceptance(self.log_p, self.log_q)
+
+    @cached_property
+    def kl(self) -> torch.Tensor:
+        """KL(p ‖ q), ``[n]``."""
+        return forward_kl(self.log_p, self.log_q)
+
     @torch.no_grad()
     def figures(self) -> dict[str, torch.Tensor]:
-        """What is worth showing of each token, ``[n]`` each; ``acceptance`` and ``kl`` are bounds if p has a rest."""
+        """What is worth showing of each token, ``[n]`` each; ``acceptance`` and ``kl`` are bounds if p has a rest.
+
+        Ask the loss first: what it has computed is not computed again, and what is computed here has no gradients.
+        """
         shown = {"cross_entropy": -self.log_q_of_text}
-        if self.log_p is not None:
-            shown |= {"acceptance": acceptance(self.log_p, self.log_q), "kl": forward_kl(self.log_p, self.log_q)}
-        return shown
+        return shown if self.log_p is None else shown | {"acceptance": self.acceptance, "kl": self.kl}
 
 
 @dataclass(frozen=True)
@@ -127,9 +139,8 @@ class MixedLoss:
 
     def __call__(self, compared: Compared) -> torch.Tensor:
         """``[n]``. A part that does not count is not computed."""
-        log_p, log_q = compared.log_p, compared.log_q
-        total = self.omega * forward_kl(log_p, log_q) if self.omega > 0 else 0.0
-        return total - (1 - self.omega) * acceptance(log_p, log_q) if self.omega < 1 else total
+        total = self.omega * compared.kl if self.omega > 0 else 0.0
+        return total - (1 - self.omega) * compared.acceptance if self.omega < 1 else total
 
 
 def log_acceptance(compared: Compared) -> torch.Tensor:
@@ -185,9 +196,10 @@ def mean_loss(
         of_text = log_q.gather(-1, text.labels[rows, None])[:, 0]
         pair = text.targets.pair(rows, log_q, temperature) if text.targets else (None, log_q)
         compared = Compared(pair[1], pair[0], of_text)
+        value = (weights[rows] * loss(compared)).sum()
         for name, each in compared.figures().items():
-            figures[name] += float(each.sum()) / len(x)
-        return (weights[rows] * loss(compared)).sum()
+            figures[name] += float(each.detach().sum()) / len(x)
+        return value
 
     if not torch.is_grad_enabled():
         return sum(part(x[rows], rows) for rows in _chunks(len(x), chunk)), figures

@@ -157,9 +157,9 @@ class Workshop:
         streams, teacher = self.streams(require(target.tokenizer)), self._teacher(target)
         layers = self._layers(teacher.model, streams) if draft.kind == "spire" else ()
         lesson = _Lesson(target, streams, teacher, layers, fingerprint(target.config, target.weights))
-        if not self.recipe.data.cache:
+        if not self.recipe.data.cache or not layers:  # a plain model may not ask the target at all
             return lesson
-        taps = draft.feedback(layers).taps(target.config.num_layers) if layers else ()
+        taps = draft.feedback(layers).taps(target.config.num_layers)
         said = Shelf.written(self.out, target, self._batches(streams).texts(), lesson.live(taps))
         return replace(lesson, said=said)
 

@@ -36,7 +36,7 @@ layers = "last:1"
 window = 4
 
 [arms]
-names = ["no-memory", "spire", "no-activations", "vanilla"]
+names = ["no-activations", "spire", "vanilla"]
 
 [loss]
 k = 3
@@ -74,17 +74,18 @@ def run(folder, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder):
+def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder, monkeypatch):
+    monkeypatch.setattr("longdraft.cli.train._draw", lambda out, done: {})  # pictures of stages take long
     report = run(folder, "--seeds", "2")
-    names = [f"{arm}-{seed}" for seed in (0, 1) for arm in ("no-memory", "spire", "no-activations", "vanilla")]
+    names = [f"{arm}-{seed}" for seed in (0, 1) for arm in ("no-activations", "spire", "vanilla")]
     assert list(report["stages"]) == ["target", *names]
     lengths = {name: [x["length"] for x in read_log(folder / "out" / name) if "length" in x] for name in names}
     assert all(lengths[name] == lengths[f"spire-{name[-1]}"] for name in names)
     losses = [report["stages"][name]["held_out"]["loss"] for name in names]
-    assert len(set(losses)) == 8 and "acceptance" not in report["stages"]["vanilla-0"]["held_out"]
+    assert len(set(losses)) == 6 and "acceptance" not in report["stages"]["vanilla-0"]["held_out"]
     tau = report["tau"]
-    methods = ["no-memory", "spire", "no-activations", "vanilla", trained.WINDOWED]
-    assert len(tau["rows"]) == 5 * 2 * 2 * 3 and list(dict.fromkeys(row["method"] for row in tau["rows"])) == methods
+    methods = ["no-activations", "spire", "vanilla", trained.WINDOWED]
+    assert len(tau["rows"]) == 4 * 2 * 2 * 3 and list(dict.fromkeys(row["method"] for row in tau["rows"])) == methods
     assert json.loads((folder / "out" / "tau.json").read_text()) == tau
     assert (folder / "out" / "tau.png").read_bytes().startswith(b"\x89PNG")
     full = {(r["method"], r["context"], r["temperature"]): r for r in tau["rows"] if r["gamma"] == 3}
