@@ -171,7 +171,7 @@ def test_the_law_is_a_test_that_can_fail(plain, reference):
 
 
 def test_requests_with_a_seed_repeat(draft, counted):
-    texts = prompts(10, 6, 50)
+    texts = prompts(10, 6, 20, 40)  # no chunks: vLLM's CPU build cannot set a seeded request's noise back after one
     params = [SamplingParams(temperature=1, seed=i, max_tokens=30, ignore_eos=True, detokenize=False) for i in range(6)]
     assert run(draft, texts, params) == run(draft, texts, params)
     assert counted()[0] > 0
