@@ -63,6 +63,8 @@ class ScriptedStream:
 class ScriptedLLM:
     """Answers with the scripts it was given, one after another, and remembers what it was asked."""
 
+    kv_format = None
+
     def __init__(self, *scripts, limit=100):
         self.engine = SimpleNamespace(config=SimpleNamespace(max_tokens_per_request=limit))
         self.checkpoint = SimpleNamespace(name="scripted")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from longdraft.bench import code_text
-from longdraft.bench.prompts import hay
+from longdraft.bench.prompts import NOVELS, hay, novel
 from longdraft.bench.tasks import BETWEEN, HOPS, KEYS, RETRIEVAL, TASKS, make_prompts
 from longdraft.checkpoint.load import load_checkpoint
 from longdraft.errors import InvalidValueError
@@ -18,7 +18,8 @@ QUESTION = "\n\nQuestion: "
 @pytest.fixture(scope="module")
 def llm(embedded_path):
     """All that the texts need of one."""
-    return SimpleNamespace(tokenizer=load_checkpoint(embedded_path).tokenizer)
+    checkpoint = load_checkpoint(embedded_path)
+    return SimpleNamespace(tokenizer=checkpoint.tokenizer, model=SimpleNamespace(config=checkpoint.config))
 
 
 def text(llm, ids):
@@ -97,7 +98,7 @@ def test_code_is_the_standard_library(llm):
 
 
 def test_hay_goes_round(llm):
-    size = sum(len(x) for x in map(lambda n: hay.__globals__["_text"](n), hay.__globals__["NOVELS"]))
+    size = sum(len(novel(name)) for name in NOVELS)
     ids = hay(llm.tokenizer, size - 50, 200)
     assert len(ids) == 200
     assert hay(llm.tokenizer, 2 * size - 50, 200) == ids

@@ -26,7 +26,8 @@ def run(monkeypatch):
         raise Made(found)
 
     def make(*_, draft=None, **__):
-        return stop(draft) if asked in ONE else SimpleNamespace(checkpoint=SimpleNamespace(name="x"), exactness="x")
+        named, model = SimpleNamespace(name="x"), SimpleNamespace(lossless=True)
+        return stop(draft) if asked in ONE else SimpleNamespace(checkpoint=named, model=model, tier="x", exactness="x")
 
     def call(verb, *args):
         nonlocal asked
