@@ -19,6 +19,7 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load
 from longdraft.bench.peers import PEERS, Peer, hand_over, process
 from longdraft.bench.peers import measure as turns
+from longdraft.bench.tasks import Prompt
 from longdraft.bench.turns import turn
 from longdraft.checkpoint.gguf import GGUFWeights, hf_config
 from longdraft.checkpoint.gguf_header import read_header
@@ -232,7 +233,9 @@ def test_transformers_takes_the_fastest_way(folder, monkeypatch):
 
 
 def test_the_verb_with_transformers(folder, monkeypatch):
-    monkeypatch.setattr("longdraft.bench.prompts.windows", lambda llm, batch, context: prompts(batch, context))
+    monkeypatch.setattr(
+        "longdraft.bench.tasks.make_prompts", lambda llm, text, *sizes: [Prompt(ids, []) for ids in prompts(*sizes)]
+    )
     monkeypatch.setattr("longdraft.bench.machine.ROOF_BYTES", 2**20)
     sizes = ["--batch", "2", "--context", "64", "--rounds", "2", "--round-tokens", "4", "--draft", "ngram"]
     args = ["--model", str(folder), "--dtype", "float64", "--peer", "hf", "--peer-python", sys.executable, *sizes]
