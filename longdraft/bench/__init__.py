@@ -65,9 +65,9 @@ class Plan:
     """Which cells are measured, and how long.
 
     Every batch at every context and temperature, with every one of ``arms`` against plain decoding. Rows of several
-    lengths are together in a batch where a context is a tuple. In each of
-    ``rounds`` every arm decodes at least ``round_tokens`` per row. ``assume_acceptance`` replaces what drafts propose:
-    each token is then right with that probability.
+    lengths are together in a batch where a context is a tuple. In each of ``rounds`` every arm decodes at least
+    ``round_tokens`` per row. ``assume_acceptance`` replaces what drafts propose: each token is then right with that
+    probability.
     """
 
     batches: tuple[int, ...]

@@ -7,17 +7,11 @@ import torch
 
 from longdraft import LLM, SamplingParams
 from tests.e2e.command import longdraft
+from tests.recipes import TINY_TARGET
 
-RECIPE = """
-[target.model]
-model_type = "llama"
-vocab_size = 260
-hidden_size = 16
-intermediate_size = 24
-num_hidden_layers = 3
-num_attention_heads = 2
-max_position_embeddings = 128
-
+RECIPE = (
+    TINY_TARGET
+    + """
 [target.run]
 steps = 3
 lengths = { 16 = 1.0 }
@@ -39,6 +33,7 @@ lengths = { 16 = 0.5, 32 = 0.5 }
 batch_tokens = 64
 eval_tokens = 32
 """
+)
 PLAIN = """
 [draft.model]
 model_type = "llama"

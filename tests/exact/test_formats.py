@@ -37,6 +37,20 @@ def request(rng, n):
     return [rng.randrange(128) for _ in range(n)], params
 
 
+def disturbing(rng, forks, draft):
+    """Now and then a row is preempted, or forked: six times, into ``forks``; rows without a draft with ``draft``."""
+
+    def disturb(engine):
+        running = engine.scheduler.running
+        if running and rng.random() < 0.1:
+            engine.scheduler.preempt(rng.choice(running))
+        if running and rng.random() < 0.2 and len(forks) < 6:
+            source = rng.choice(running)
+            forks.append((source.id, engine.sequence(engine.fork(source.id, draft=source.draft or draft))))
+
+    return disturb
+
+
 def outputs(model, asked, drafts, disturb=None, **sizes):
     """Output ids; ``disturb`` may preempt and fork before each step. Nothing may be held in the end, by anyone."""
     engine = make_engine(model, **({"num_pages": 16 * len(asked)} | sizes))
@@ -63,16 +77,8 @@ def check_mixed(model, weights, seed):
     drafts = [replace(d, layers="every:2") if n % 5 == 4 else d for n, d in enumerate(drafts)]
     asked = [request(rng, rng.choice(LENGTHS)) for _ in drafts]
 
-    def disturb(engine):
-        running = engine.scheduler.running
-        if running and rng.random() < 0.1:
-            engine.scheduler.preempt(rng.choice(running))
-        if running and rng.random() < 0.2 and len(forks) < 6:
-            source = rng.choice(running)
-            forks.append((source.id, engine.sequence(engine.fork(source.id, draft=source.draft or drafts[0]))))
-
     want, _ = outputs(model, asked, [None] * len(asked))
-    got, seqs = outputs(model, asked, drafts, disturb, max_num_batched_tokens=100)
+    got, seqs = outputs(model, asked, drafts, disturbing(rng, forks, drafts[0]), max_num_batched_tokens=100)
     assert got == want
     assert all(sum(seq.stats.drafted) for seq in seqs)
     for source, child in forks:

@@ -25,7 +25,7 @@ from longdraft.models.transformer import Transformer
 from longdraft.view import AttnPlan
 from tests.conftest import make_engine
 from tests.exact.fake_drafts import Scripted, finish, place
-from tests.exact.test_formats import CONFIG, request, round_trip
+from tests.exact.test_formats import CONFIG, disturbing, request, round_trip
 
 GROUP = 32
 TYPES = {"dtype": torch.float64, "kv_dtype": torch.bfloat16}
@@ -125,16 +125,10 @@ def check_mixed(model, weights, seed):
     drafts += [DraftConfig(weights="ngram"), None]
     asked = [request(rng, rng.choice((1, 40, 90, 96, 97, 110, 161, 200))) for _ in drafts]
 
-    def disturb(engine):
-        running = engine.scheduler.running
-        if running and rng.random() < 0.1:
-            engine.scheduler.preempt(rng.choice(running))
-        if running and rng.random() < 0.2 and len(forks) < 6:
-            source = rng.choice(running)
-            forks.append((source.id, engine.sequence(engine.fork(source.id, draft=source.draft or drafts[0]))))
-
     want, _ = outputs(model, asked, [None] * len(asked))
-    got, seqs = outputs(model, asked, drafts, disturb, max_num_batched_tokens=100, num_pages=100)
+    got, seqs = outputs(
+        model, asked, drafts, disturbing(rng, forks, drafts[0]), max_num_batched_tokens=100, num_pages=100
+    )
     assert got == want
     assert all(sum(seq.stats.drafted) for seq in seqs[: len(drafts) - 2])
     assert sum(seq.stats.preemptions for seq in seqs)

@@ -8,17 +8,11 @@ from typer.testing import CliRunner
 from longdraft.bench import trained
 from longdraft.cli.app import app
 from longdraft.train.state import read_log
+from tests.recipes import TINY_TARGET
 
-RECIPE = """
-[target.model]
-model_type = "llama"
-vocab_size = 260
-hidden_size = 16
-intermediate_size = 24
-num_hidden_layers = 3
-num_attention_heads = 2
-max_position_embeddings = 128
-
+RECIPE = (
+    TINY_TARGET
+    + """
 [target.run]
 steps = 2
 lengths = { 16 = 1.0 }
@@ -56,6 +50,7 @@ texts = 3
 span = 9
 batch = 2
 """
+)
 
 
 @pytest.fixture(scope="module")
