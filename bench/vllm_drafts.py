@@ -62,10 +62,9 @@ def measure(
         for turn in range(-1, rounds):  # the first fills the caches and compiles
             for arm in arms if turn % 2 else arms[::-1]:
                 if arm != PLAIN:
-                    counts = draft.collective_rpc("longdraft_set", kwargs={"gamma": arm})
+                    draft.collective_rpc("longdraft_set", kwargs={"gamma": arm})
                 took, words[arm] = seconds(plain if arm == PLAIN else draft, texts, tokens)
                 taken.setdefault(arm, []).append(took)
-        del counts
         for arm in gammas:
             ratios = [a / b for a, b in zip(taken[PLAIN][1:], taken[arm][1:], strict=True)]
             middle, low, high = interval(ratios)

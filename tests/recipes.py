@@ -10,3 +10,10 @@ num_hidden_layers = 3
 num_attention_heads = 2
 max_position_embeddings = 128
 """
+
+
+def write_texts(folder):
+    """A dozen small documents, in ``folder``/texts."""
+    (folder / "texts").mkdir()
+    for n in range(12):
+        (folder / "texts" / f"{n}.txt").write_text(f"{n} bottles of milk on the wall, {n} bottles of milk. " * 6)

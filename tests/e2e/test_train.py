@@ -7,7 +7,7 @@ import torch
 
 from longdraft import LLM, SamplingParams
 from tests.e2e.command import longdraft
-from tests.recipes import TINY_TARGET
+from tests.recipes import TINY_TARGET, write_texts
 
 RECIPE = (
     TINY_TARGET
@@ -47,9 +47,7 @@ num_attention_heads = 1
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "texts").mkdir()
-    for n in range(12):
-        (folder / "texts" / f"{n}.txt").write_text(f"{n} bottles of milk on the wall, {n} bottles of milk. " * 6)
+    write_texts(folder)
     (folder / "small.toml").write_text(RECIPE)
     return folder / "small.toml"
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from longdraft.bench import trained
 from longdraft.cli.app import app
 from longdraft.train.state import read_log
-from tests.recipes import TINY_TARGET
+from tests.recipes import TINY_TARGET, write_texts
 
 RECIPE = (
     TINY_TARGET
@@ -56,9 +56,7 @@ batch = 2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "texts").mkdir()
-    for n in range(12):
-        (folder / "texts" / f"{n}.txt").write_text(f"{n} bottles of milk on the wall, {n} bottles of milk. " * 6)
+    write_texts(folder)
     (folder / "small.toml").write_text(RECIPE)
     return folder
 
