@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DynamicCache,
     LogitsProcessorList,
+    StaticCache,
     StoppingCriteriaList,
 )
 
@@ -333,6 +334,7 @@ REFUSED = {
     "num_beams": ({"num_beams": 2}, "beam_search"),
     "use_cache": ({"use_cache": False}, "use_cache is False"),
     "static": ({"cache_implementation": "static"}, "StaticLayer"),
+    "static cache": ({"cache": StaticCache(AutoConfig.for_model("llama", **SIZES), 64)}, "StaticLayer"),
     "assistant": ({"assistant_model": object()}, "assisted_generation"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
@@ -366,7 +368,7 @@ def test_models_that_cannot_draft_are_refused_by_name(family, overrides, named):
     kind = AutoModelForSeq2SeqLM if family == "bart" else AutoModelForCausalLM
     model = kind.from_config(AutoConfig.for_model(family, **{**SIZES, **overrides}))
     with pytest.raises(longdraft.errors.UnsupportedModelError, match=named):
-        checks.check_model(model, torch.zeros(1, 40), 8)
+        checks.check_model(model, torch.arange(40)[None], 8)
 
 
 @pytest.mark.parametrize("draft", ["verified", "pages", "int8", "ngram", "full+quant8", "gpt2", None])
@@ -388,6 +390,89 @@ def test_transformers_that_is_absent_or_old_is_named_with_the_fix(monkeypatch):
         longdraft.generate_with()
 
 
+def test_rope_that_hangs_on_the_length_is_found_wherever_it_stands(monkeypatch):
+    model = model_of()
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    monkeypatch.setattr(model.config, "rope_parameters", {"full_attention": rope})
+    checks.check_model(model, torch.arange(40)[None], 24)
+    for positions, new in ((torch.arange(40), 25), (torch.tensor([0, 50]), 24)):
+        with pytest.raises(longdraft.errors.UnsupportedModelError, match="up to 64 tokens it is, and .* reach (65|75)"):
+            checks.check_model(model, positions[None], new)
+
+
+def test_a_model_whose_inputs_are_prepared_by_another_is_refused(monkeypatch):
+    model = model_of()
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation)  # as PEFT does
+    with pytest.raises(longdraft.errors.UnsupportedModelError, match="Prompts learned by PEFT"):
+        model.generate(**prompts(1), max_new_tokens=4, custom_generate=drafting())
+
+
+def cached(model, ids, count):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :count], cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize("draft", [drafting(), drafting("snapkv")])
+def test_new_tokens_alone_behind_a_cache(draft):
+    """With their positions alone, too; what does not join on is refused, where ``generate`` would feed it anyhow."""
+    model, ids = model_of(), prompts(1)["input_ids"]
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
+    new = {"input_ids": ids[:, 20:], "position_ids": torch.arange(20, 40)[None]}
+    want = model.generate(**new, **call, cache=cached(model, ids, 20))
+    for name in ("cache", "past_key_values"):  # the latter is its old name
+        assert torch.equal(model.generate(**new, **call, **{name: cached(model, ids, 20)}, custom_generate=draft), want)
+    for given, count in ((ids, 40), (ids[:, 30:], 20), (ids[:, 20:], 24)):
+        with pytest.raises(longdraft.errors.InvalidValueError, match="the length of input_ids"):
+            model.generate(given, **call, cache=cached(model, ids, count), custom_generate=draft)
+    new["position_ids"] = new["position_ids"][:, 1:]
+    with pytest.raises(longdraft.errors.InvalidValueError, match="the length of position_ids"):
+        model.generate(**new, **call, cache=cached(model, ids, 20), custom_generate=draft)
+
+
+@pytest.mark.parametrize("draft", [drafting(), drafting("snapkv")])
+def test_padding_on_the_right_is_what_it_is_in_generate(draft):
+    """Unusual, but defined: the first token comes after padding, and a row's last 32 columns may hold nothing else."""
+    model, inputs = model_of(), prompts()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 5:] = inputs["attention_mask"][2, 30:] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    want, got = both(model, inputs, draft, **options)
+    assert torch.equal(want.sequences, got.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("eos", [None, [5]])
+@pytest.mark.parametrize("rule", ["coupled", "maximal"])
+def test_nobody_is_asked_about_more_tokens_than_there_may_be(eos, rule):
+    asked, judged = [], []
+
+    def bias(ids, scores):
+        asked.append(ids.shape[1])
+        return scores
+
+    def ends(ids, scores, **kwargs):
+        judged.append(ids.shape[1])
+        return torch.zeros(3, dtype=torch.bool)
+
+    more = {"logits_processor": [bias], "stopping_criteria": StoppingCriteriaList([ends]), "eos_token_id": eos}
+    draft = drafting(sampling_rule=rule, gamma=5, seed=2)
+    model_of().generate(**prompts(), max_new_tokens=13, do_sample=True, top_k=0, **more, custom_generate=draft)
+    assert max(asked) + 1 == max(judged) == 53
+    assert len({tuple(s.drafted) for s in draft.stats}) > 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "maximal"])
+def test_scores_that_are_no_distribution_are_refused(rule):
+    def broken(ids, scores):
+        return scores if ids.shape[1] < 43 else torch.full_like(scores, -torch.inf)
+
+    with pytest.raises(longdraft.errors.InvalidValueError, match="the scores of a token"):
+        options = {"max_new_tokens": 9, "do_sample": True, "logits_processor": [broken]}
+        model_of().generate(**prompts(1), **options, custom_generate=drafting(sampling_rule=rule))
+
+
 def test_a_call_that_fails_leaves_model_and_cache_as_they_were():
     model, inputs = model_of(), prompts(1)
     cache = DynamicCache(config=model.config)
@@ -404,3 +489,25 @@ def test_a_call_that_fails_leaves_model_and_cache_as_they_were():
     assert model.config._attn_implementation == "sdpa"
     after = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     assert all(map(torch.equal, before, after)) and cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_a_prompt_that_fails_half_way_leaves_no_trace(count):
+    """Some layers have taken it and others have not; an empty cache then serves other rows."""
+    model, inputs = model_of(), prompts()
+    cache = cached(model, inputs["input_ids"], count) if count else DynamicCache(config=model.config)
+
+    def fails(module, args):
+        raise RuntimeError("of the machine")
+
+    for draft in (drafting(), drafting("snapkv")):
+        hook = model.model.layers[1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="of the machine"):
+            model.generate(**inputs, cache=cache, max_new_tokens=3, custom_generate=draft)
+        hook.remove()
+        assert [layer.get_seq_length() for layer in cache.layers] == [count, count]
+    if not count:
+        options = {**prompts(1), "max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(
+            model.generate(**options, cache=cache, custom_generate=drafting()), model.generate(**options)
+        )

@@ -98,16 +98,19 @@ class SelfSpeculation:
         Raises ``UnsupportedModelError`` or ``InvalidValueError`` for what drafts cannot do.
         """
         from longdraft.integrations.transformers import checks
-        from longdraft.integrations.transformers.loop import Call
+        from longdraft.integrations.transformers.loop import Call, columns
 
         withheld = _withheld_by_generate()
         streamer = streamer or withheld.pop("streamer", None)
         positions = inputs.get("position_ids")
-        checks.check_model(model, positions, generation_config.max_length - input_ids.shape[1] + self.config.gamma)
+        most = stopping_criteria.max_length or generation_config.max_length
+        checks.check_model(model, positions, most - input_ids.shape[1] + self.config.gamma)
         checks.check_distributed(model)
         given = {**withheld, **inputs, "streamer": streamer}
         checks.check_call(generation_config, logits_processor, stopping_criteria, given, len(input_ids))
-        checks.check_cache(inputs.get("cache"))
+        cache = inputs.get("cache")
+        checks.check_cache(cache)
+        checks.check_prompt(input_ids, columns(generation_config, inputs), cache.get_seq_length(), positions)
         call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, streamer)
         self.stats = call.stats
         return call.run(selector(self.config), self.config.gamma, self._rule(generation_config, input_ids))
@@ -117,7 +120,8 @@ class SelfSpeculation:
         if not config.do_sample:
             return Greedy()
         if self.seed is None:
-            seeds = torch.randint(MAX_SEED, (len(input_ids),), generator=self.generator)
+            device = None if self.generator is None else self.generator.device
+            seeds = torch.randint(MAX_SEED, (len(input_ids),), generator=self.generator, device=device)
         else:
             further = (row % config.num_return_sequences for row in range(len(input_ids)))
             seeds = torch.tensor([derived_seed(self.seed, i) if i else self.seed for i in further])

@@ -89,13 +89,23 @@ def forward(
     positions: torch.Tensor,  # [B, n], rotary ones
     cache: object,
     note: Pass,
+    keep: int = 0,
 ) -> torch.Tensor:
-    """Logits ``[B, n, V]`` of the tokens ``ids``, whose keys and values go to ``cache``."""
-    ids, positions = ids.to(model.device), positions.to(model.device)
+    """Logits ``[B, n, V]`` of the tokens ``ids``, whose keys and values go to ``cache``.
+
+    ``keep``: of how many last ones logits are wanted, if not of all.
+    """
     with attending(model):
-        out = model(input_ids=ids, position_ids=positions, cache=cache, use_cache=True, longdraft_pass=note)
+        logits = call(model, cache, keep, input_ids=ids, position_ids=positions, longdraft_pass=note)
     layers = model.config.num_hidden_layers
     if note.layers != layers:  # a layer that attends in another way has not seen the mask
         what = f"{note.layers} of {layers} layers"
         raise UnsupportedModelError("attention through AttentionInterface", what, "all layers must", _PLAIN)
-    return out.logits
+    return logits
+
+
+def call(model: PreTrainedModel, cache: object, keep: int, **inputs: object) -> torch.Tensor:
+    """The model's logits; ``keep`` as in ``forward``, where the model can leave out the others."""
+    inputs = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    few = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
+    return model(**inputs, **few, cache=cache, use_cache=True).logits

@@ -12,6 +12,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from longdraft.errors import InvalidValueError, UnsupportedModelError
 
 PLAIN = "Leave out custom_generate for this call."
+_LEARNED = f"{PLAIN} Prompts learned by PEFT are put in there."
 # What a call may bring besides ids. All else would have to be prepared anew for each pass.
 _INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 _WITH_STATE = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
@@ -30,6 +31,8 @@ def check_model(model: PreTrainedModel, positions: torch.Tensor | None, new: int
     if not model._supports_attention_backend or not model._can_set_attn_implementation():
         limit = "models whose attention goes through AttentionInterface are"
         raise UnsupportedModelError("attention of its own", name, limit, PLAIN)
+    if "prepare_inputs_for_generation" in vars(model):
+        raise UnsupportedModelError("prepare_inputs_for_generation", "replaced", "a model's own is", _LEARNED)
     kinds = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__})
     if kinds:
         limit = "layers that attend to all tokens are"
@@ -37,9 +40,11 @@ def check_model(model: PreTrainedModel, positions: torch.Tensor | None, new: int
     if positions is None or positions.dim() != 2:
         what = "None" if positions is None else f"of {positions.dim()} dimensions"
         raise UnsupportedModelError("position_ids", what, "one position for each token is", PLAIN)
-    longest = positions.shape[1] + new
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
+    longest = int(positions.max()) + 1 + new
+    every = getattr(config, "rope_parameters", None) or {}
+    for rope in (every, *every.values()):  # some have one for each kind of layer
+        if not isinstance(rope, dict) or rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
         border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if longest > border:  # the angles would hang on how many tokens a pass feeds
             limit = f"up to {border} tokens it is, and this call may reach {longest}"
@@ -72,6 +77,21 @@ def check_call(
         if type(processor).__name__ in _WITH_STATE:
             limit = "must be a function of the ids alone, since tokens that it has seen may be taken back"
             raise InvalidValueError("a logits processor", type(processor).__name__, limit, PLAIN)
+
+
+def check_prompt(ids: torch.Tensor, columns: int, past: int, positions: torch.Tensor) -> None:
+    """``InvalidValueError`` unless ``ids [B, n]`` are all tokens, or all behind the ``past`` ones that are cached.
+
+    ``columns``: how many tokens there are in all, as the mask says; ``positions``: of the new ones at least.
+    """
+    new, given = columns - past, ids.shape[1]
+    if new < 1 or given not in (columns, new):
+        limit = f"must be all {columns} tokens of the attention_mask or those behind the {past} in the cache, 1 or more"
+        fix = "Pass the mask of all tokens, and crop the cache if it has the last one."
+        raise InvalidValueError("the length of input_ids", given, limit, fix)
+    if positions.shape[1] < new:
+        limit = f"must be at least the {new} that are new"
+        raise InvalidValueError("the length of position_ids", positions.shape[1], limit, "Leave them out.")
 
 
 def check_cache(cache: object) -> None:

@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from longdraft.capture import Seen
 from longdraft.config import MAX_GAMMA
 from longdraft.core import SequenceStats
-from longdraft.integrations.transformers.attention import Pass, forward
+from longdraft.integrations.transformers.attention import Pass, call, forward
 from longdraft.integrations.transformers.reading import Reading
 from longdraft.integrations.transformers.row_cache import RowCache
 from longdraft.integrations.transformers.rows import Kept, Rows
@@ -24,6 +24,12 @@ from longdraft.kv.select.base import Selector
 from longdraft.kv.select.keys import Keys
 
 CHUNK = 256  # tokens that are fed at once to complete a cache
+
+
+def columns(config: GenerationConfig, inputs: dict[str, object]) -> int:
+    """How many columns the cache has with the prompt; ``generate`` leaves out a mask of ones and notes its length."""
+    mask = inputs.get("attention_mask")
+    return getattr(config, "_mask_length", inputs["position_ids"].shape[1]) if mask is None else mask.shape[1]
 
 
 class Call:
@@ -39,17 +45,17 @@ class Call:
         inputs: dict[str, object],
         streamer: object | None = None,
     ) -> None:
-        """``inputs``: the stock ``cache``, the ``position_ids`` of all tokens in and behind it, their mask."""
+        """``inputs``: the stock ``cache``, the mask of all tokens in and behind it, ``position_ids`` of the latter."""
         self.model, self.config, self.streamer = model, config, streamer
         self.stock: DynamicCache = inputs["cache"]
+        self.past = self.stock.get_seq_length()
         self.positions = inputs["position_ids"].expand(len(input_ids), -1)
         self.mask: torch.Tensor | None = inputs.get("attention_mask")
-        visible = torch.ones_like(self.positions) if self.mask is None else self.mask
+        visible = torch.ones_like(input_ids[:, :1]).expand(-1, columns(config, inputs))
+        visible = (visible if self.mask is None else self.mask).bool()
         padded = any(hasattr(c, "eos_token_id") for c in criteria)
-        limit = criteria.max_length or config.max_length
-        self.rows = Rows(
-            input_ids, visible.bool(), limit, MAX_GAMMA + 1, int(config._pad_token_tensor) if padded else None
-        )
+        pad_id = int(config._pad_token_tensor) if padded else None
+        self.rows = Rows(input_ids, visible, criteria.max_length or config.max_length, MAX_GAMMA + 1, pad_id)
         self.scores = Scores(self.rows.ids, processors, criteria)
         returned = config.return_dict_in_generate
         self.kept_scores = Kept(len(input_ids), bool(returned and config.output_scores))
@@ -60,14 +66,13 @@ class Call:
     def run(self, selector: Selector, gamma: int, rule: Greedy) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """All rounds, and what ``generate`` returns."""
         self.reading, self.gamma, self.rule = Reading(selector, gamma, self.stats), gamma, rule
-        past = self.stock.get_seq_length()
         try:
             self._decide([[] for _ in self.stats], self._prefill()[:, None])
-            while self.rows.active:
+            while self.rows.wanted:
                 proposals = self._propose()
                 self._decide(proposals, self._verify(max(map(len, proposals))))
         except BaseException:
-            self._leave(past)
+            self._leave()
             raise
         if self.streamer is not None:
             self.streamer.end()
@@ -80,65 +85,66 @@ class Call:
         scores, logits = self.kept_scores.until(count), self.kept_logits.until(count)
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, cache=self.stock)
 
-    def _leave(self, past: int) -> None:
-        """Give a user's cache back as it was found, for a call that failed."""
-        if self.cache.layers[0].is_initialized:
-            self.cache.give(self.stock, past)
+    def _leave(self) -> None:
+        """Give a user's cache back as it was found, for a call that failed at any place."""
+        if not self.past:
+            self.stock.reset()
+        elif self.cache.layers[0].is_initialized:
+            self.cache.give(self.stock, self.past)
         else:
-            self.stock.crop(past - self.stock.get_seq_length())
+            for layer in self.stock.layers:  # a pass that failed has not come to all of them
+                layer.crop(self.past - layer.get_seq_length())
 
     # --- the prompt
 
     def _prefill(self) -> torch.Tensor:
         """Logits ``[B, V]`` after the prompt. Its last tokens go the drafts' way if a selection wants their queries."""
-        rows, past, width = self.rows, self.stock.get_seq_length(), self.rows.width
-        ids = rows.ids[:, : rows.prompt]
-        if width == rows.prompt:  # all ids were given, those in the cache included
-            ids = ids[:, past:]
-        heard = min(self.reading.queries, ids.shape[1])
-        size, logits = self.config.prefill_chunk_size or width, torch.empty(0)
-        for start in range(past, width - heard, size):
-            logits = self._stock_pass(ids[:, start - past :], start, min(start + size, width - heard))
+        rows, count = self.rows, self.rows.width - self.past
+        heard = min(self.reading.queries, count)
+        size, logits = self.config.prefill_chunk_size or count, torch.empty(0)
+        for start in range(-count, -heard, size):
+            logits = self._stock_pass(start, min(start + size, -heard))
         self.cache.take(self.stock)
         if heard:
-            columns = torch.arange(width - heard, width, device=ids.device).expand(len(rows), -1)
-            logits = self._pass(columns, ids[:, -heard:], self.positions[:, -heard:])[:, -1]
+            places = torch.arange(rows.width - heard, rows.width, device=rows.ids.device).expand(len(rows), -1)
+            ids = rows.ids[:, rows.prompt - heard : rows.prompt]
+            logits = self._pass(places, ids, self.positions[:, -heard:], keep=1)[:, -1]
             for row, shown in enumerate(rows.visible[:, -heard:]):  # some of them may be padding
                 self._observe(row, self.queries[:, row][:, :, shown.to(self.queries.device)], len(rows.front[row]))
         return logits
 
-    def _stock_pass(self, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Logits ``[B, V]`` behind the columns ``[start, stop)``, the first of ``ids``, as ``generate`` fills them."""
-        mask = None if self.mask is None else self.mask[:, :stop]
+    def _stock_pass(self, start: int, stop: int) -> torch.Tensor:
+        """Logits ``[B, V]`` after a part of the prompt, as ``generate`` fills it; both ends count from behind it."""
+        rows = self.rows
         fed = {
-            "input_ids": ids[:, : stop - start],
-            "position_ids": self.positions[:, start:stop],
-            "attention_mask": mask,
+            "input_ids": rows.ids[:, rows.prompt + start : rows.prompt + stop],
+            "position_ids": self.positions[:, start : stop or None],
+            "attention_mask": None if self.mask is None else self.mask[:, : rows.width + stop],
         }
-        fed = {name: None if x is None else x.to(self.model.device) for name, x in fed.items()}
-        few = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        return self.model(**fed, cache=self.stock, use_cache=True, **few).logits[:, -1]
+        return call(self.model, self.stock, 1, **fed)[:, -1]
 
     # --- a round
 
     def _propose(self) -> list[list[int]]:
         """The ids drafted for each row, none for those that have ended; they are written behind the rows' own."""
-        rows, active = self.rows, self.rows.active
-        count = min(self.gamma, max(rows.limit - rows.lengths[b] for b in active) - 1)
+        rows, wanted = self.rows, self.rows.wanted
         proposals: list[list[int]] = [[] for _ in self.stats]
-        if count < 1:
+        if max(wanted.values()) == 1:
             return proposals
         cache, mask = self._view()
         self.rule.begin()
-        for step in range(count):
+        for step in range(self.gamma):
+            asked = [b for b, most in wanted.items() if most > step + 1]  # the target itself adds one
+            if not asked:
+                break
             if mask is not None and step:
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1, 1)], dim=2)
             at = rows.newest(1) + step
             logits = forward(self.model, rows.ids.gather(1, at), self._rotary(at), cache, Pass(mask))
-            places = [(b, rows.lengths[b] + step) for b in active]
-            scores = self.scores.processed(self._float(logits[active, -1]), places)
-            drawn = self.rule.propose(scores, active, self._rotary(at + 1)[active, 0])
-            for row, token in zip(active, drawn, strict=True):
+            places = [(b, rows.lengths[b] + step) for b in asked]
+            scores = self.scores.processed(self._float(logits[asked, -1]), places)
+            drawn = self.rule.propose(scores, asked, self._rotary(at + 1)[asked, 0])
+            for row, token in zip(asked, drawn, strict=True):
                 proposals[row].append(token)
             rows.write(proposals)
         return proposals
@@ -161,21 +167,24 @@ class Call:
         at = self.rows.newest(drafted + 1)
         return self._pass(at + self.rows.width - self.rows.prompt, self.rows.ids.gather(1, at), self._rotary(at))
 
-    def _pass(self, columns: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, n, V]`` of tokens that go to ``columns [B, n]``; their queries are noted if they are wanted."""
-        note = Pass(self.rows.sees(columns), keep_queries=self.reading.queries > 0)
-        logits = forward(self.model, ids, positions, self.cache.at(columns), note)
+    def _pass(self, places: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        """Logits ``[B, n, V]`` of tokens that go to the columns ``places [B, n]``, or of the last ``keep``.
+
+        Their queries are noted if they are wanted.
+        """
+        note = Pass(self.rows.sees(places), keep_queries=self.reading.queries > 0)
+        logits = forward(self.model, ids, positions, self.cache.at(places), note, keep)
         if note.queries:
             self.queries = torch.stack([q.to(logits.device) for q in note.queries])
         return logits
 
     def _decide(self, proposals: list[list[int]], logits: torch.Tensor) -> None:
         """Take what stands of the proposals and one token more. ``logits [B, n, V]``: after each of them."""
-        rows, active = self.rows, self.rows.active
+        rows, active = self.rows, list(self.rows.wanted)
         own = [len(proposals[b]) + 1 for b in active]
         places = [(b, rows.lengths[b] + i) for b, count in zip(active, own, strict=True) for i in range(count)]
         flat = self._float(torch.cat([logits[b, :count] for b, count in zip(active, own, strict=True)]))
-        scores = self.scores.processed(flat.clone() if self.kept_logits.wanted else flat, places)
+        scores = self.scores.processed(flat, places)
         next_at = self._rotary(rows.newest(1) + 1)[active, 0]
         verdict = self.rule.verify(scores, [proposals[b] for b in active], active, next_at)
         tokens: list[list[int]] = [[] for _ in self.stats]
@@ -196,8 +205,7 @@ class Call:
 
     def _observe(self, row: int, queries: torch.Tensor, stop: int) -> None:
         """``queries [L, H, n, D]`` of a row's last tokens up to its ``stop``-th."""
-        if queries.shape[2]:
-            self.reading.observe(row, Seen(stop - queries.shape[2], queries.transpose(1, 2).float()))
+        self.reading.observe(row, Seen(stop - queries.shape[2], queries.transpose(1, 2).float()))
 
     # --- small things
 
@@ -213,7 +221,7 @@ class Call:
         """Leave the stock cache as ``generate`` does: all ids but the last, padding behind an end included."""
         shift, stop = self.rows.width - self.rows.prompt, self.rows.width + sequences.shape[1] - self.rows.prompt - 1
         for start in range(min(self.rows.lengths) - 1 + shift, stop, CHUNK):
-            columns = torch.arange(start, min(start + CHUNK, stop), device=sequences.device).expand(len(sequences), -1)
-            at = columns - shift
-            self._pass(columns, sequences.gather(1, at), self._rotary(at))
+            places = torch.arange(start, min(start + CHUNK, stop), device=sequences.device).expand(len(sequences), -1)
+            at = places - shift
+            self._pass(places, sequences.gather(1, at), self._rotary(at), keep=1)
         self.cache.give(self.stock, stop)

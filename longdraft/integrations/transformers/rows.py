@@ -58,12 +58,11 @@ class Rows:
         return len(self.lengths)
 
     @property
-    def active(self) -> list[int]:
-        """Rows that want another token."""
-        if self.pad is not None:
-            return [b for b in range(len(self)) if b not in self.ends]
+    def wanted(self) -> dict[int, int]:
+        """Rows that want another token → how many more they can have."""
         last = max(self.ends.values()) if len(self.ends) == len(self) else self.limit
-        return [b for b, length in enumerate(self.lengths) if length < last]
+        ended = self.ends if self.pad is not None else ()
+        return {b: last - n for b, n in enumerate(self.lengths) if n < last and b not in ended}
 
     def cached(self, row: int) -> int:
         """How many tokens of a row are in the cache: all but the newest."""
@@ -84,7 +83,8 @@ class Rows:
         at = torch.arange(int(columns.max()) + 1, device=columns.device)
         mask = at <= columns[..., None]
         mask[..., : self.width] &= self.visible[:, None, : len(at)]
-        mask |= at == columns[..., None]  # padding sees itself: a softmax over nothing is no number
+        blind = ~mask.any(dim=-1, keepdim=True)  # padding; a softmax over nothing is no number
+        mask |= blind & (at == columns[..., None])
         return None if bool(mask.all()) else mask
 
     def write(self, tokens: Sequence[Sequence[int]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
+from longdraft.errors import InvalidValueError
 from longdraft.spec.sample import draw
 from longdraft.spec.verify import Verdict, draft_draw, verify_coupled, verify_draws, verify_maximal
 
@@ -43,7 +45,7 @@ class Coupled(Greedy):
         self, scores: torch.Tensor, proposals: Sequence[Sequence[int]], rows: Sequence[int], positions: torch.Tensor
     ) -> Verdict:
         """See ``Greedy``."""
-        return verify_coupled(_log_probs(scores), proposals, self._of(rows), positions)
+        return verify_coupled(_checked(_log_probs(scores)), proposals, self._of(rows), positions)
 
     def _of(self, rows: Sequence[int]) -> torch.Tensor:
         return self.seeds[list(rows)]
@@ -54,22 +56,32 @@ class Maximal(Coupled):
 
     def begin(self) -> None:
         """See ``Greedy``."""
-        self._log_q: list[torch.Tensor] = []
+        self._log_q: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def propose(self, scores: torch.Tensor, rows: Sequence[int], positions: torch.Tensor) -> list[int]:
         """See ``Greedy``."""
-        self._log_q.append(_log_probs(scores))
-        return draft_draw(self._log_q[-1], self._of(rows), positions).tolist()
+        log_q = _log_probs(scores)
+        for row, own in zip(rows, log_q, strict=True):
+            self._log_q[row].append(own)
+        return draft_draw(log_q, self._of(rows), positions).tolist()
 
     def verify(
         self, scores: torch.Tensor, proposals: Sequence[Sequence[int]], rows: Sequence[int], positions: torch.Tensor
     ) -> Verdict:
-        """See ``Greedy``. All rows have proposals, or none."""
+        """See ``Greedy``."""
         if not any(proposals):
             return super().verify(scores, proposals, rows, positions)
-        log_q = torch.stack(self._log_q, dim=1).flatten(0, 1)
-        return verify_maximal(_log_probs(scores), proposals, log_q, self._of(rows), positions)
+        log_q = torch.stack([q for row in rows for q in self._log_q[row]])
+        return verify_maximal(_checked(_log_probs(scores)), proposals, log_q, self._of(rows), positions)
 
 
 def _log_probs(scores: torch.Tensor) -> torch.Tensor:
     return scores.double().log_softmax(dim=-1)
+
+
+def _checked(log_p: torch.Tensor) -> torch.Tensor:
+    """What the target draws from; ``generate`` refuses what is no distribution, too."""
+    if bool(log_p.isnan().any()):
+        limit = "must leave every token's probability a number, and one of them above zero"
+        raise InvalidValueError("the scores of a token", "NaN", limit, "Look at the logits, and at your processors.")
+    return log_p
