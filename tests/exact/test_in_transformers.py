@@ -19,7 +19,7 @@ from transformers import (
 import longdraft
 from longdraft.checkpoint.load import load_checkpoint
 from longdraft.integrations import transformers as inside
-from longdraft.integrations.transformers import checks, rules
+from longdraft.integrations.transformers import checks, loop, rules
 from longdraft.models.transformer import Transformer
 from longdraft.sampling_params import SamplingParams
 from longdraft.spec.noise import all_gumbels
@@ -414,6 +414,7 @@ def cached(model, ids, count):
     return cache
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("draft", [drafting(), drafting("snapkv")])
 def test_new_tokens_alone_behind_a_cache(draft):
     """With their positions alone, too; what does not join on is refused, where ``generate`` would feed it anyhow."""
@@ -473,19 +474,24 @@ def test_scores_that_are_no_distribution_are_refused(rule):
         model_of().generate(**prompts(1), **options, custom_generate=drafting(sampling_rule=rule))
 
 
-def test_a_call_that_fails_leaves_model_and_cache_as_they_were():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_call_that_fails_leaves_model_and_cache_as_they_were(late, monkeypatch):
+    """In the middle of a text, or when it is complete and its cache is not."""
     model, inputs = model_of(), prompts(1)
-    cache = DynamicCache(config=model.config)
-    model(**{name: x[:, :20] for name, x in inputs.items()}, cache=cache)
+    cache = cached(model, inputs["input_ids"], 20)
     before = [x.clone() for layer in cache.layers for x in (layer.keys, layer.values)]
 
-    def fails(ids, scores):
-        if ids.shape[1] > 44:
+    def fails(ids, scores=None):
+        if late or ids.shape[1] > 44:
             raise RuntimeError("of the user")
         return scores
 
+    processors = [] if late else [fails]
+    if late:
+        monkeypatch.setattr(loop.Call, "_give_back", fails)
+    options = {"cache": cache, "logits_processor": processors, "max_new_tokens": 9}
     with pytest.raises(RuntimeError, match="of the user"):
-        model.generate(**inputs, cache=cache, logits_processor=[fails], max_new_tokens=9, custom_generate=drafting())
+        model.generate(**inputs, **options, custom_generate=drafting())
     assert model.config._attn_implementation == "sdpa"
     after = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     assert all(map(torch.equal, before, after)) and cache.get_seq_length() == 20

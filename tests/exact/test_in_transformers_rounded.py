@@ -111,6 +111,6 @@ def test_the_embedded_model(dtype, embedded_path, novels, tmp_path, capsys):
     inputs = {"input_ids": torch.tensor(texts) * mask, "attention_mask": mask}
     for rows, name in ((1, "snapkv"), (3, "streaming_llm")):
         part = {key: value[:rows] for key, value in inputs.items()}
-        found = check(model, part, 48, drafting(name, budget=96, seed=5))
+        found = check(model, part, 32, drafting(name, budget=96, seed=5))
         with capsys.disabled():
             print(f"\n{dtype}, {rows} rows: {found}")

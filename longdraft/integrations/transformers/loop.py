@@ -66,19 +66,20 @@ class Call:
     def run(self, selector: Selector, gamma: int, rule: Greedy) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """All rounds, and what ``generate`` returns."""
         self.reading, self.gamma, self.rule = Reading(selector, gamma, self.stats), gamma, rule
+        returned = self.config.return_dict_in_generate
         try:
             self._decide([[] for _ in self.stats], self._prefill()[:, None])
             while self.rows.wanted:
                 proposals = self._propose()
                 self._decide(proposals, self._verify(max(map(len, proposals))))
+            sequences = self.rows.sequences()
+            if returned or getattr(self.stock, "_is_user_defined", False):
+                self._give_back(sequences)
         except BaseException:
             self._leave()
             raise
         if self.streamer is not None:
             self.streamer.end()
-        sequences, returned = self.rows.sequences(), self.config.return_dict_in_generate
-        if returned or getattr(self.stock, "_is_user_defined", False):
-            self._give_back(sequences)
         if not returned:
             return sequences
         count = sequences.shape[1] - self.rows.prompt
