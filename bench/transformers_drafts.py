@@ -44,6 +44,16 @@ def joined(model: PreTrainedModel, rows: list[DynamicCache], room: int, static: 
     return cache
 
 
+def partings(first: torch.Tensor, second: torch.Tensor, logits: tuple[torch.Tensor, ...]) -> list[float]:
+    """Of rows that differ: how much better the first other token was, in ``logits`` of the first."""
+    margins, start = [], first.shape[1] - len(logits)
+    for row in (first != second).any(dim=1).nonzero().flatten().tolist():
+        at = int((first[row] != second[row]).nonzero()[0])
+        tokens = torch.stack([first[row, at], second[row, at]])
+        margins.append(float(-logits[at - start][row, tokens].diff()))
+    return margins
+
+
 def measure(
     model: PreTrainedModel, prompts: list[list[int]], arms: dict[str, object], tokens: int, rounds: int
 ) -> list:
@@ -62,6 +72,8 @@ def measure(
                 stats = arms[name].stats
                 accepted[name] = sum(sum(s.accepted) for s in stats) / max(1, sum(sum(s.drafted) for s in stats))
     plain = min(PLAIN, key=lambda name: median(taken[name][1:]))
+    kept = {"return_dict_in_generate": True, "output_logits": True}
+    logits = model.generate(ids, cache=joined(model, rows, tokens, plain == "static"), **options, **kept).logits
     cells = []
     for name in arms:
         middle, low, high = interval([a / b for a, b in zip(taken[plain][1:], taken[name][1:], strict=True)])
@@ -76,7 +88,7 @@ def measure(
                 "accepted": accepted[name],
                 "plain": plain,
                 "ms_per_token": {arm: [1000 * t / tokens for t in taken[arm][1:]] for arm in (*PLAIN, name)},
-                "identical_rows": int((words[name] == words[plain]).all(dim=1).sum()),
+                "margins": {arm: partings(words[plain], words[arm], logits) for arm in (*PLAIN, name) if arm != plain},
             }
         )
         print(json.dumps(cells[-1]), flush=True)
@@ -90,7 +102,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--draft", action="append")
     parser.add_argument("--gamma", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()

@@ -138,10 +138,10 @@ class Call:
             asked = [b for b, most in wanted.items() if most > step + 1]  # the target itself adds one
             if not asked:
                 break
-            if mask is not None and step:
-                mask = torch.cat([mask, mask.new_ones(len(rows), 1, 1)], dim=2)
             at = rows.newest(1) + step
-            logits = forward(self.model, rows.ids.gather(1, at), self._rotary(at), cache, Pass(mask))
+            cache.at(torch.full_like(at, cache.width))
+            note = Pass(None if mask is None else mask[..., : cache.width])
+            logits = forward(self.model, rows.ids.gather(1, at), self._rotary(at), cache, note)
             places = [(b, rows.lengths[b] + step) for b in asked]
             scores = self.scores.processed(self._float(logits[asked, -1]), places)
             drawn = self.rule.propose(scores, asked, self._rotary(at + 1)[asked, 0])
@@ -150,7 +150,7 @@ class Call:
             rows.write(proposals)
         return proposals
 
-    def _view(self) -> tuple[DynamicCache, torch.Tensor | None]:
+    def _view(self) -> tuple[RowCache, torch.Tensor | None]:
         """Copies of what each row's draft reads, and which of them each sees; rows that read less are padded."""
         chosen = []
         for row in range(len(self.rows)):
@@ -160,8 +160,8 @@ class Call:
         width = max(x.shape[2] for x in chosen)
         missing = torch.tensor([width - x.shape[2] for x in chosen])
         padded = torch.stack([pad(x, (width - x.shape[2], 0)) for x in chosen], dim=1)
-        mask = torch.arange(width + 1) >= missing[:, None, None]
-        return self.cache.copies(padded.expand(len(self.cache.layers), -1, -1, -1)), mask if missing.any() else None
+        mask = torch.arange(width + self.gamma) >= missing[:, None, None]
+        return self.cache.copies(padded, self.gamma), mask if missing.any() else None
 
     def _verify(self, drafted: int) -> torch.Tensor:
         """Logits ``[B, drafted + 1, V]`` after each row's newest token and those drafted behind it."""

@@ -9,9 +9,8 @@ The columns are those that plain decoding would fill, so the stock cache can be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -79,18 +78,15 @@ class RowCache(Cache):
             theirs.lazy_initialization(layer.keys, layer.values)
             theirs.keys, theirs.values = layer.keys[:, :, :width], layer.values[:, :, :width]
 
-    def copies(self, columns: Sequence[torch.Tensor]) -> DynamicCache:
-        """A stock cache of copies, of the columns ``[B, G or 1, C]`` of each layer."""
-        copies = DynamicCache()
-        for layer, chosen in zip(self.layers, columns, strict=True):
-            batch, heads = layer.keys.shape[:2]
-            chosen = chosen.to(layer.keys.device)
-            at = (
-                torch.arange(batch, device=chosen.device)[:, None, None],
-                torch.arange(heads, device=chosen.device)[:, None],
-                chosen,
-            )
-            copies.layers.append(DynamicLayer())
-            copies.layers[-1].lazy_initialization(layer.keys, layer.values)
-            copies.layers[-1].keys, copies.layers[-1].values = layer.keys[at], layer.values[at]
+    def copies(self, columns: torch.Tensor, room: int) -> RowCache:
+        """A cache of copies, of the columns ``[L or 1, B, G or 1, C]``, with room for so many tokens behind them."""
+        copies = RowCache(len(self.layers))
+        batch, heads, capacity, _ = self.layers[0].keys.shape
+        starts = capacity * torch.arange(batch * heads).view(batch, heads, 1)
+        places = (starts + pad(columns, (0, room))).flatten(1).expand(len(self.layers), -1)  # any will do for the room
+        for layer, own, at in zip(self.layers, copies.layers, places, strict=True):
+            at = at.to(layer.keys.device)
+            chosen = (x.flatten(0, 2).index_select(0, at) for x in (layer.keys, layer.values))
+            own.keys, own.values = (x.view(batch, heads, -1, x.shape[-1]) for x in chosen)
+        copies.width = columns.shape[-1]
         return copies
