@@ -359,6 +359,7 @@ MODELS = {
         {"max_position_embeddings": 40, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "rope",
     ),
+    "own": ("bloom", {}, "attention of its own"),
     "encoder": ("bart", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
 }
 
@@ -369,6 +370,15 @@ def test_models_that_cannot_draft_are_refused_by_name(family, overrides, named):
     model = kind.from_config(AutoConfig.for_model(family, **{**SIZES, **overrides}))
     with pytest.raises(longdraft.errors.UnsupportedModelError, match=named):
         checks.check_model(model, torch.arange(40)[None], 8)
+
+
+def test_attention_that_does_more_is_refused_by_name():
+    """It is known when the first pass comes to it."""
+    config = AutoConfig.for_model("gemma2", **{**SIZES, "layer_types": ["full_attention"] * 2})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(longdraft.errors.UnsupportedModelError, match="attention with softcap"):
+        model.generate(**prompts(1), max_new_tokens=4, do_sample=False, custom_generate=drafting())
+    assert model.config._attn_implementation != "longdraft"
 
 
 @pytest.mark.parametrize("draft", ["verified", "pages", "int8", "ngram", "full+quant8", "gpt2", None])
