@@ -191,8 +191,9 @@ class Worker {
   // Scores of a query become weights; its sums and outputs are rescaled where a larger score has come.
   void softmax(int r, int page) {
     float* scores = s_.scores + r * KEYS;
-    V a[TILE], top = load(scores) * scale_;
-    for (int i = 0; i < TILE; i++) a[i] = load(scores + i * PAGE) * scale_, top = max(a[i], top);
+    V a[TILE], top = a[0] = load(scores);
+    for (int i = 1; i < TILE; i++) a[i] = load(scores + i * PAGE), top = max(a[i], top);
+    top = top * scale_;
     if (any_above(top, splat(s_.largest[r]))) {
       const float now = longest(top, s_.largest[r]);
       const V factor = exp2(splat(s_.largest[r] - now));
@@ -201,10 +202,10 @@ class Worker {
       for (int d = 0; d < shape_.dim; d += 16)
         store(s_.out + r * shape_.dim + d, load(s_.out + r * shape_.dim + d) * factor);
     }
-    const bool none = s_.largest[r] == -INFINITY;  // nothing seen so far
+    const V less = splat(s_.largest[r] == -INFINITY ? 0.0f : -s_.largest[r]);  // nothing seen so far: weights of 0
     V total = zero();
     for (int i = 0; i < TILE; i++) {
-      a[i] = none ? keep_nan(a[i]) : exp2(a[i] - splat(s_.largest[r]));
+      a[i] = exp2(fma(a[i], scale_, less));
       total = total + a[i];
       if constexpr (T::PER_ITEM == 1)
         store(scores + i * PAGE, a[i]);
@@ -221,7 +222,6 @@ class Worker {
     const float now = longdraft::LONGDRAFT_ISA::largest(top);
     return now > before ? now : before;
   }
-  static V keep_nan(V a) { return where_below(a, splat(INFINITY), zero(), a); }
 
   const Shape& shape_;
   const View& view_;
