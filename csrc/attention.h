@@ -120,34 +120,55 @@ class Worker {
 
   // Keys, then values, in the order of their addresses: page by page, and all heads of each. The processor fetches ahead
   // by itself only where a thread reads on, and jumps from page to page cost a third of the bandwidth. What is fetched
-  // meanwhile comes next, values after keys and the next tile's keys after values: it must not be driven out before.
+  // meanwhile comes next: values after keys, the last page's between the softmaxes, and the next tile's keys after
+  // values. It must not be driven out before.
   void tile(int page, const Tile& now, const Tile& next) {
     bool whole = now.count == TILE;
     for (int i = 0; i < now.count; i++) whole = whole && plain(page + i);
+    const int last = now.count > 1 ? now.count - 1 : now.count;
     for (int i = 0; i < now.count; i++)
       for (int head = 0; head < piece_.heads; head++) {
-        const Item *k = now.block(k_, i, head, page_items_), *later = now.block(v_, i, head, page_items_);
+        const Item* k = now.block(k_, i, head, page_items_);
+        const Item* later = i == last ? k : now.block(v_, i, head, page_items_);  // k: nothing
         const int base = head * piece_.count;
-        in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row) { scores(rows, base + row, i, k, later); });
+        in_blocks<SCORE_ROWS>(piece_.count, [&](auto rows, int row, int block, int blocks) {
+          scores(rows, base + row, i, k, part(later, block, blocks));
+        });
       }
     if (!whole) mask(page, now.count);
-    for (int r = 0; r < rows_; r++) softmax(r, page - piece_.page);
+    weigh(page - piece_.page, last < now.count ? now.block(v_, last, 0, page_items_) : nullptr);
     for (int i = 0; i < now.count; i++)
       for (int head = 0; head < piece_.heads; head++) {
         const Item *v = now.block(v_, i, head, page_items_), *later = next.block(k_, i, head, page_items_);
         if (!whole) v = without_junk(page + i, v);
         const int base = head * piece_.count;
-        in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row) { values(rows, base + row, i, v, later); });
+        in_blocks<VALUE_ROWS>(piece_.count, [&](auto rows, int row, int block, int blocks) {
+          values(rows, base + row, i, v, part(later, block, blocks));
+        });
       }
   }
 
+  // What of a block is fetched beside some rows.
+  Later<T> part(const Item* block, int number, int of) const {
+    return {block + (of > 1 ? number % 2 * (page_items_ / 2) : 0), of > 1};
+  }
+
+  // All rows' softmaxes; `later`: a page's values, of all heads, which are fetched meanwhile.
+  void weigh(int page, const Item* later) {
+    const int lines = later ? int(page_items_ / 16) * piece_.heads : 0;
+    for (int r = 0, line = 0; r < rows_; r++) {
+      for (const int stop = lines * (r + 1) / rows_; line < stop; line++) prefetch(later + line * 16);
+      softmax(r, page);
+    }
+  }
+
   template <int R>
-  void scores(Rows<R>, int row, int i, const Item* k, const Item* ahead) {
+  void scores(Rows<R>, int row, int i, const Item* k, Later<T> ahead) {
     scores_of<T, R>(s_.queries + row * items_, items_, k, ahead, s_.scores + row * KEYS + i * PAGE);
   }
 
   template <int R>
-  void values(Rows<R>, int row, int i, const Item* v, const Item* ahead) {
+  void values(Rows<R>, int row, int i, const Item* v, Later<T> ahead) {
     const Item* p;
     if constexpr (T::PER_ITEM == 1)
       p = s_.scores + row * KEYS + i * PAGE;
@@ -191,8 +212,9 @@ class Worker {
   // Scores of a query become weights; its sums and outputs are rescaled where a larger score has come.
   void softmax(int r, int page) {
     float* scores = s_.scores + r * KEYS;
-    V a[TILE], top = load(scores) * scale_;
-    for (int i = 0; i < TILE; i++) a[i] = load(scores + i * PAGE) * scale_, top = max(a[i], top);
+    V a[TILE], top = a[0] = load(scores);
+    for (int i = 1; i < TILE; i++) a[i] = load(scores + i * PAGE), top = max(a[i], top);
+    top = top * scale_;
     if (any_above(top, splat(s_.largest[r]))) {
       const float now = longest(top, s_.largest[r]);
       const V factor = exp2(splat(s_.largest[r] - now));
@@ -201,10 +223,10 @@ class Worker {
       for (int d = 0; d < shape_.dim; d += 16)
         store(s_.out + r * shape_.dim + d, load(s_.out + r * shape_.dim + d) * factor);
     }
-    const bool none = s_.largest[r] == -INFINITY;  // nothing seen so far
+    const V less = splat(s_.largest[r] == -INFINITY ? 0.0f : -s_.largest[r]);  // nothing seen so far: weights of 0
     V total = zero();
     for (int i = 0; i < TILE; i++) {
-      a[i] = none ? keep_nan(a[i]) : exp2(a[i] - splat(s_.largest[r]));
+      a[i] = exp2(fma(a[i], scale_, less));
       total = total + a[i];
       if constexpr (T::PER_ITEM == 1)
         store(scores + i * PAGE, a[i]);
@@ -221,7 +243,6 @@ class Worker {
     const float now = longdraft::LONGDRAFT_ISA::largest(top);
     return now > before ? now : before;
   }
-  static V keep_nan(V a) { return where_below(a, splat(INFINITY), zero(), a); }
 
   const Shape& shape_;
   const View& view_;

@@ -19,6 +19,8 @@ constexpr int LINEAR_ROWS = 2, LINEAR_BLOCKS = 1;
 #endif
 
 constexpr int STRETCH = 256;  // of k, in words
+constexpr int FEW_ROWS = 8;     // up to so many, memory is what limits
+constexpr int AHEAD = 8192;     // bytes: how far ahead one stream is fetched
 
 template <class Task>
 void parallel(const Parallel& p, int count, const Task& task) {
@@ -28,15 +30,45 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
+// Calls task(i) for every i in [0, count). Each thread goes through a stretch of its own, in order, so that memory is
+// read from end to end; who is done takes over what others have not begun.
+template <class Task>
+void in_spans(const Parallel& p, int count, const Task& task) {
+  constexpr int MOST = 256;
+  struct alignas(64) Span {
+    int next, end;
+  };
+  const int spans = min(p.threads, MOST);
+  Span all[MOST];
+  for (int i = 0; i < spans; i++) all[i] = {int(int64_t(count) * i / spans), int(int64_t(count) * (i + 1) / spans)};
+  parallel(p, spans, [&](int own) {
+    for (int n = 0; n < spans; n++) {
+      Span& span = all[(own + n) % spans];
+      while (__atomic_load_n(&span.next, __ATOMIC_RELAXED) < span.end) {
+        const int i = __atomic_fetch_add(&span.next, 1, __ATOMIC_RELAXED);
+        if (i < span.end) task(i);
+      }
+    }
+  });
+}
+
+// What will be read next: a line of each is fetched at every step.
+struct Ahead {
+  const char *first, *second;  // either may be null
+  void fetch(int i) const {
+    if (first) prefetch(first + int64_t(i) * 64);
+    if (second) prefetch(second + int64_t(i) * 64);
+  }
+};
+
 // R rows times C blocks of 16 outputs. `ahead` is what will be read next: its lines are fetched along the way.
 template <int R, int C>
-inline void products(const float* x, int ldx, const float* w, int k, int from, int to, V (&acc)[R][C], const char* ahead) {
+inline void products(const float* x, int ldx, const float* w, int k, int from, int to, V (&acc)[R][C],
+                     const Ahead& ahead) {
   for (int i = from; i < to; i++) {
+    ahead.fetch(i);
     V b[C];
-    for (int c = 0; c < C; c++) {
-      if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
-      b[c] = load(w + (int64_t(c) * k + i) * 16);
-    }
+    for (int c = 0; c < C; c++) b[c] = load(w + (int64_t(c) * k + i) * 16);
     for (int r = 0; r < R; r++) {
       V a = splat(x[int64_t(r) * ldx + i]);
       for (int c = 0; c < C; c++) acc[r][c] = fma(a, b[c], acc[r][c]);
@@ -45,13 +77,11 @@ inline void products(const float* x, int ldx, const float* w, int k, int from, i
 }
 template <int R, int C>
 inline void products(const uint32_t* x, int ldx, const uint32_t* w, int k, int from, int to, V (&acc)[R][C],
-                     const char* ahead) {
+                     const Ahead& ahead) {
   for (int i = from; i < to; i++) {
+    ahead.fetch(i);
     P b[C];
-    for (int c = 0; c < C; c++) {
-      if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
-      b[c] = load_pairs(w + (int64_t(c) * k + i) * 16);
-    }
+    for (int c = 0; c < C; c++) b[c] = load_pairs(w + (int64_t(c) * k + i) * 16);
     for (int r = 0; r < R; r++) {
       P a = splat_pair(x[int64_t(r) * ldx + i]);
       for (int c = 0; c < C; c++) acc[r][c] = dot(acc[r][c], a, b[c]);
@@ -82,7 +112,7 @@ inline void put(const Output& out, int row, int column, V v) {
 }
 
 template <int R, int C, class T>
-inline void block(const T* x, int ldx, const T* w, int k, const Output& out, int row, int column, const char* ahead) {
+inline void block(const T* x, int ldx, const T* w, int k, const Output& out, int row, int column, const Ahead& ahead) {
   alignas(64) float total[R][C][16];
   V acc[R][C];
   for (int from = 0; from < k; from += STRETCH) {
@@ -103,16 +133,16 @@ struct Bytes {
 };
 template <int R, int C>
 inline void block(const Bytes* x, int ldx, const Bytes* w, int k, const Output& out, int row, int column,
-                  const char* ahead) {
+                  const Ahead& ahead) {
   I acc[R][C];
   for (auto& line : acc)
     for (auto& v : line) v = no_sum();
-  for (int i = 0; i < k; i++)
-    for (int c = 0; c < C; c++) {
-      if (ahead) prefetch(ahead + (int64_t(c) * k + i) * 64);
+  for (int i = 0; i < k; i++) {
+    ahead.fetch(i);
+    for (int c = 0; c < C; c++)
       for (int r = 0; r < R; r++)
         acc[r][c] = dot4(acc[r][c], x[int64_t(r) * ldx + i].word, &w[(int64_t(c) * k + i) * 16].word);
-    }
+  }
   for (int r = 0; r < R; r++) {
     float scale;
     std::memcpy(&scale, x + int64_t(r) * ldx + k, 4);
@@ -128,7 +158,7 @@ inline void block(const Bytes* x, int ldx, const Bytes* w, int k, const Output& 
 }
 
 template <int C, class T>
-void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out, int row, int col, const char* ahead) {
+void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out, int row, int col, const Ahead& ahead) {
 #define LONGDRAFT_CASE(R)                                                                \
   case R:                                                                                \
     if constexpr (R <= LINEAR_ROWS) block<R, C>(x, ldx, w, k, out, row, col, ahead);     \
@@ -140,28 +170,40 @@ void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out
 #undef LONGDRAFT_CASE
 }
 
-// All rows against some blocks of outputs. T is float, uint32_t for pairs of bfloat16, or Bytes; k counts these.
+// All rows against C blocks of outputs, from `w` on; T is float, uint32_t for pairs of bfloat16, or Bytes; k counts these.
+// What lies `distance` bytes behind is fetched meanwhile.
 template <int C, class T>
-void columns(const T* x, int ldx, int m, int k, const Output& out, int first_block, bool last) {
-  const T* w = static_cast<const T*>(out.w.data) + int64_t(first_block) * k * 16;
+void columns(const T* x, int ldx, int m, const T* w, int k, const Output& out, int column, int64_t distance) {
   const int parts = ceil_div(m, LINEAR_ROWS), size = ceil_div(m, parts);
+  const char *next = reinterpret_cast<const char*>(w) + distance, *second = C == 2 ? next + int64_t(k) * 64 : nullptr;
   for (int row = 0; row < m; row += size) {
-    const char* ahead = row || last ? nullptr : reinterpret_cast<const char*>(w + int64_t(C) * k * 16);
-    rows_of<C, T>(min(size, m - row), x + int64_t(row) * ldx, ldx, w, k, out, row, first_block * 16, ahead);
+    const Ahead ahead{next, parts == 1 ? second : nullptr};
+    rows_of<C, T>(min(size, m - row), x + int64_t(row) * ldx, ldx, w, k, out, row, column, ahead);
+    next = second, second = nullptr;  // the fetching is spread over the parts
   }
 }
 
-template <class T>
+template <int C, class T>
 void linear_in(const Parallel& p, const T* x, int ldx, int m, int k, const Output& out) {
-  const int blocks = ceil_div(out.w.n, 16), whole = blocks / LINEAR_BLOCKS, rest = blocks % LINEAR_BLOCKS;
-  // A few tiles at a time, so that a thread reads a longer stretch; still enough of them to even out.
-  const int group = max(1, min(8, whole / (4 * p.threads))), groups = ceil_div(whole, group);
-  parallel(p, groups + (rest ? 1 : 0), [&](int i) {
-    if (i == groups) return columns<1, T>(x, ldx, m, k, out, whole * LINEAR_BLOCKS, true);
-    const int end = min(whole, (i + 1) * group);
-    for (int tile = i * group; tile < end; tile++)
-      columns<LINEAR_BLOCKS, T>(x, ldx, m, k, out, tile * LINEAR_BLOCKS, tile + 1 == whole);
+  const int blocks = ceil_div(out.w.n, 16);
+  const T* w = static_cast<const T*>(out.w.data);
+  const int64_t distance = C == 1 ? AHEAD : int64_t(C) * k * 64;
+  in_spans(p, ceil_div(blocks, C), [&](int i) {
+    const T* from = w + int64_t(i) * C * k * 16;
+    if ((i + 1) * C <= blocks)
+      columns<C, T>(x, ldx, m, from, k, out, i * C * 16, distance);
+    else
+      columns<1, T>(x, ldx, m, from, k, out, i * C * 16, distance);
   });
+}
+
+// Few rows leave time: then memory is read in one stream, which is fastest. Many share each load of a row's inputs.
+template <class T>
+void linear_of(const Parallel& p, const T* x, int ldx, int m, int k, const Output& out) {
+  if (m <= FEW_ROWS || LINEAR_BLOCKS == 1)
+    linear_in<1, T>(p, x, ldx, m, k, out);
+  else
+    linear_in<LINEAR_BLOCKS, T>(p, x, ldx, m, k, out);
 }
 
 inline void round_row(const float* x, int k, uint16_t* out) {
@@ -190,7 +232,7 @@ inline void linear(const Parallel& p, const float* x, int m, const Packed& w, co
   if (m == 0) return;
   Output out{w, residual, y};
   const int k = words(w), at_once = 16;
-  if (w.type == FLOAT32) return linear_in<float>(p, x, k, m, k, out);
+  if (w.type == FLOAT32) return linear_of<float>(p, x, k, m, k, out);
   const int ldx = w.type == INT8 ? k + 1 : k;
   auto round_rows = [&](int i) {
     for (int r = i * at_once; r < min(m, (i + 1) * at_once); r++) {
@@ -205,9 +247,9 @@ inline void linear(const Parallel& p, const float* x, int m, const Packed& w, co
   else
     parallel(p, ceil_div(m, at_once), round_rows);
   if (w.type == INT8)
-    linear_in<Bytes>(p, reinterpret_cast<const Bytes*>(rounded), ldx, m, k, out);
+    linear_of<Bytes>(p, reinterpret_cast<const Bytes*>(rounded), ldx, m, k, out);
   else
-    linear_in<uint32_t>(p, reinterpret_cast<const uint32_t*>(rounded), ldx, m, k, out);
+    linear_of<uint32_t>(p, reinterpret_cast<const uint32_t*>(rounded), ldx, m, k, out);
 }
 
 // Sixteen rows of a weight at most; int8 also sets their scales and sums.

@@ -83,26 +83,51 @@ struct Weight {
 };
 
 // What attention reads in a step, cut into pieces: one part for all layers, or one per layer where each reads its own
-// lists. The arrays it points to must outlive it.
+// lists.
 struct Plan {
   Shape shape;
   std::vector<Part> parts;
   int64_t partial = 0;
 
+  // Of lists that were made beforehand; the arrays must outlive the plan.
   Plan(int heads, int kv_heads, int dim, bool kv_bf16, int layers, int rows, int lists, int width, uintptr_t pages,
        uintptr_t first, uintptr_t counts, uintptr_t positions, uintptr_t starts, uintptr_t lens, uintptr_t sinks,
        uintptr_t window)
       : shape{heads, kv_heads, dim, kv_bf16}, cuts_(layers) {
-    View view{rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
-              at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
-              at<const int32_t>(window)};
-    for (Cut& cut : cuts_) {
-      cut_rows(view, cut);
-      parts.push_back({view, cut.pieces.data(), cut.merges.data(), int(cut.pieces.size()), int(cut.merges.size())});
-      const int64_t step = int64_t(rows) * lists;
-      view.pages += step * width, view.first += step * width, view.counts += step;
-      if (positions) view.positions += step * width * PAGE;
+    cut({rows, lists, width, at<const int32_t>(pages), at<const int32_t>(first), at<const int32_t>(counts),
+         at<const int32_t>(positions), at<const int32_t>(starts), at<const int32_t>(lens), at<const int32_t>(sinks),
+         at<const int32_t>(window)});
+  }
+
+  // Of tables[rows][width] of all pages, and two ranges of tokens in them: [0, sinks) and [starts[b], lens[b]); no
+  // starts: all tokens. Queries of row b: [queries[b], queries[b + 1]). Nothing of this need outlive the call.
+  Plan(int heads, int kv_heads, int dim, bool kv_bf16, int rows, int width, uintptr_t tables, uintptr_t lens,
+       uintptr_t queries, int sinks, uintptr_t starts)
+      : shape{heads, kv_heads, dim, kv_bf16}, cuts_(1) {
+    const auto *table = at<const int64_t>(tables), *length = at<const int64_t>(lens), *start = at<const int64_t>(starts);
+    const auto ceil = [](int64_t tokens) { return int((tokens + PAGE - 1) / PAGE); };
+    std::vector<int> before(rows), from(rows), counts(rows);  // pages of sinks alone, the window's first, and all
+    for (int b = 0; b < rows; b++) {
+      from[b] = start ? int(start[b] / PAGE) : 0;
+      before[b] = std::min(ceil(std::min<int64_t>(sinks, length[b])), from[b]);
+      counts[b] = before[b] + ceil(length[b]) - from[b];
     }
+    const int most = rows ? *std::max_element(counts.begin(), counts.end()) : 0;
+    own_.reserve(int64_t(rows) * (2 * most + 5) + 1);  // it must not move: views point into it
+    const auto room = [&](int64_t n) { return own_.insert(own_.end(), n, 0); };
+    const auto pages = room(int64_t(rows) * most), first = room(int64_t(rows) * most), used = room(rows);
+    const auto tokens = room(rows + 1), ends = room(rows), sunk = room(rows), window = room(rows);
+    for (int b = 0; b < rows; b++) {
+      for (int i = 0; i < counts[b]; i++) {
+        const int number = i < before[b] ? i : i - before[b] + from[b];
+        pages[int64_t(b) * most + i] = int32_t(table[int64_t(b) * width + number]);
+        first[int64_t(b) * most + i] = number * PAGE;
+      }
+      used[b] = counts[b], ends[b] = int32_t(length[b]);
+      if (start) sunk[b] = sinks, window[b] = int32_t(start[b]);
+    }
+    for (int b = 0; b <= rows; b++) tokens[b] = int32_t(at<const int64_t>(queries)[b]);
+    cut({rows, 1, most, &*pages, &*first, &*used, nullptr, &*tokens, &*ends, &*sunk, &*window});
   }
   Plan(const Plan&) = delete;
 
@@ -111,6 +136,16 @@ struct Plan {
     std::vector<Piece> pieces;
     std::vector<Merge> merges;
   };
+
+  void cut(View view) {
+    for (Cut& cut : cuts_) {
+      cut_rows(view, cut);
+      parts.push_back({view, cut.pieces.data(), cut.merges.data(), int(cut.pieces.size()), int(cut.merges.size())});
+      const int64_t step = int64_t(view.rows) * view.lists;
+      view.pages += step * view.width, view.first += step * view.width, view.counts += step;
+      if (view.positions) view.positions += step * view.width * PAGE;
+    }
+  }
 
   void cut_rows(const View& view, Cut& cut) {
     int64_t partial = 0;  // layers run one after the other: they share the space
@@ -141,6 +176,7 @@ struct Plan {
   }
 
   std::vector<Cut> cuts_;
+  std::vector<int32_t> own_;
 };
 
 struct Decoder {
@@ -332,7 +368,8 @@ NB_MODULE(_native, m) {
         new (w) Weight{data, bias, n, k, type, scales, sums};
       });
   nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, int, uintptr_t, uintptr_t, uintptr_t,
-                                           uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>());
+                                           uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>())
+      .def(nb::init<int, int, int, bool, int, int, uintptr_t, uintptr_t, uintptr_t, int, uintptr_t>());
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__",
            [](Decoder* d, std::tuple<int, int, int, bool> shape, int hidden, int intermediate, int vocab, float eps,

@@ -62,7 +62,7 @@ void Pool::work() {
   for (;;) {
     auto until = std::chrono::steady_clock::now() + SPIN;
     while (region_.load() == seen) {
-      for (int i = 0; i < 32; i++) pause();
+      for (int i = 0; i < 32 && region_.load() == seen; i++) pause();
       if (std::chrono::steady_clock::now() < until) continue;
       std::unique_lock<std::mutex> lock(mutex_);
       asleep_.fetch_add(1);

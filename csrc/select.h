@@ -54,7 +54,7 @@ class HeadMass {
   void run(int n, float* mass) const {
     std::memset(mass, 0, sizeof(float) * count_ * PAGE);
     float* scores = static_cast<float*>(std::malloc(sizeof(float) * ROWS * count_ * PAGE));
-    in_blocks<ROWS>(n * group_, [&](auto rows, int row) { add(rows, row, scores, mass); });
+    in_blocks<ROWS>(n * group_, [&](auto rows, int row, int, int) { add(rows, row, scores, mass); });
     std::free(scores);
   }
 

@@ -46,8 +46,8 @@ inline bool any_above(V a, V b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_GT_OQ
 inline V where_below(V a, V limit, V yes, V no) {  // a < limit ? yes : no
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, limit.x, _CMP_LT_OQ), no.x, yes.x)};
 }
-inline V round(V a) { return {_mm512_roundscale_ps(a.x, 0)}; }
-inline V scale2(V p, V n) { return {_mm512_scalef_ps(p.x, n.x)}; }  // p · 2^n
+inline V floor(V a) { return {_mm512_roundscale_ps(a.x, 1)}; }
+inline V scale2(V p, V n) { return {_mm512_scalef_ps(p.x, n.x)}; }  // p · 2^floor(n)
 inline V first_of(const uint32_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
 inline V second_of(const uint32_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
@@ -85,10 +85,10 @@ inline V where_below(V a, V limit, V yes, V no) {
   return {_mm256_blendv_ps(no.x, yes.x, _mm256_cmp_ps(a.x, limit.x, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.y, yes.y, _mm256_cmp_ps(a.y, limit.y, _CMP_LT_OQ))};
 }
-inline V round(V a) { return {_mm256_round_ps(a.x, 8), _mm256_round_ps(a.y, 8)}; }
+inline V floor(V a) { return {_mm256_floor_ps(a.x), _mm256_floor_ps(a.y)}; }
 inline __m256 scale2(__m256 p, __m256 n) {
-  return _mm256_mul_ps(
-      p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
+  const __m256i whole = _mm256_cvtps_epi32(_mm256_floor_ps(n));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(127)), 23)));
 }
 inline V scale2(V p, V n) { return {scale2(p.x, n.x), scale2(p.y, n.y)}; }
 inline __m256 first_half(const uint32_t* p) {
@@ -131,8 +131,8 @@ inline bool any_above(V a, V b) {
   return any;
 }
 inline V where_below(V a, V limit, V yes, V no) { LONGDRAFT_LANES(a.x[i] < limit.x[i] ? yes.x[i] : no.x[i]); }
-inline V round(V a) { LONGDRAFT_LANES(std::nearbyint(a.x[i])); }
-inline V scale2(V p, V n) { LONGDRAFT_LANES(std::ldexp(p.x[i], n.x[i] == n.x[i] ? int(n.x[i]) : 0)); }
+inline V floor(V a) { LONGDRAFT_LANES(std::floor(a.x[i])); }
+inline V scale2(V p, V n) { LONGDRAFT_LANES(std::ldexp(p.x[i], n.x[i] == n.x[i] ? int(std::floor(n.x[i])) : 0)); }
 inline V first_of(const uint32_t* p) { LONGDRAFT_LANES(from_bf16(uint16_t(p[i]))); }
 inline V second_of(const uint32_t* p) { LONGDRAFT_LANES(from_bf16(uint16_t(p[i] >> 16))); }
 inline V load_bf16(const uint16_t* p) { LONGDRAFT_LANES(from_bf16(p[i])); }
@@ -228,29 +228,31 @@ inline float largest(V a) {
   return f[0];
 }
 
-// 2^(n + f) for whole n and |f| ≤ 1/2
+// 2^(floor(n) + f) for 0 ≤ f ≤ 1, to 1.5e-7; in float a longer polynomial gains nothing.
 inline V exp2_of(V n, V f) {
-  V p = splat(1.5252733804059841e-5f);
-  p = fma(p, f, splat(1.5403530393381609e-4f));
-  p = fma(p, f, splat(1.3333558146428443e-3f));
-  p = fma(p, f, splat(9.6181291076284772e-3f));
-  p = fma(p, f, splat(5.5504108664821580e-2f));
-  p = fma(p, f, splat(2.4022650695910072e-1f));
-  p = fma(p, f, splat(6.9314718055994531e-1f));
+  V p = splat(1.8671300495043397e-3f);
+  p = fma(p, f, splat(9.0170307084918022e-3f));
+  p = fma(p, f, splat(5.5799912661314011e-2f));
+  p = fma(p, f, splat(2.4016444385051727e-1f));
+  p = fma(p, f, splat(6.9315129518508911e-1f));
   p = fma(p, f, splat(1.0f));
   return scale2(p, n);
 }
 
-// 2^x for x ≤ 0; below 2^-126 exactly 0, so that hidden keys weigh nothing; NaN stays NaN.
+// 2^x for x ≤ 0 or hardly more; of −∞ exactly 0, so that hidden keys weigh nothing; NaN stays NaN.
 inline V exp2(V x) {
-  const V lowest = splat(-126.0f), y = max(lowest, x), n = round(y);
-  return where_below(x, lowest, zero(), exp2_of(n, y - n));
+#if defined(__AVX512F__)
+  return exp2_of(x, {_mm512_reduce_ps(x.x, 1)});  // x − floor(x), and 0 where x is infinite
+#else
+  const V lowest = splat(-126.0f), y = max(lowest, x);
+  return where_below(x, lowest, zero(), exp2_of(y, y - floor(y)));
+#endif
 }
 
-// e^x for x ≤ 0, likewise; the product with log2(e) is kept to more digits than a float has.
+// e^x for x ≤ 0; below −87 exactly 0. The product with log2(e) is kept to more digits than a float has.
 inline V exp(V x) {
   const V lowest = splat(-87.0f), y = max(lowest, x), high = splat(1.44269502f), low = splat(1.92596303e-8f);
-  const V n = round(y * high);
+  const V n = floor(y * high);
   return where_below(x, lowest, zero(), exp2_of(n, fma(y, low, fma(y, high, zero() - n))));
 }
 

@@ -17,7 +17,7 @@ import torch
 
 from longdraft.errors import InvalidValueError
 from longdraft.kernels.layout import BlockedLayout, Layout
-from longdraft.view import NEVER, AttnPlan, CompactView, KVView, LayerKV, PagesView, TableView
+from longdraft.view import NEVER, AttnPlan, CompactView, LayerKV, PagesView, TableView
 
 if TYPE_CHECKING:
     from longdraft.kernels.dispatch import CallSpec
@@ -241,32 +241,36 @@ class NativePlan:
     """
 
     def __init__(self, plan: AttnPlan, heads: int, layout: BlockedLayout, spec: CallSpec) -> None:
-        view = plan.view
+        view, kind = plan.view, (heads, layout.num_kv_heads, layout.head_dim, spec.kv_dtype == torch.bfloat16)
+        if isinstance(view, TableView):
+            self.handle = _of_table(view, plan.query_starts, kind)
+            return
         pages, first, counts, positions = _lists(view, layout.num_kv_heads)
-        zeros = torch.zeros(len(view.lens), dtype=torch.int32)
-        sinks, window = zeros, zeros
-        if isinstance(view, TableView) and view.starts is not None:
-            sinks, window = torch.full_like(zeros, view.sinks), view.starts
+        none = torch.zeros(len(view.lens), dtype=torch.int32)  # no sinks, and a window from 0 on
         # Kept here: the handle holds addresses only.
         self.arrays = [
             None if x is None else x.to(torch.int32).contiguous()
-            for x in (pages, first, counts, positions, plan.query_starts, view.lens, sinks, window)
+            for x in (pages, first, counts, positions, plan.query_starts, view.lens, none, none)
         ]
-        kind = (heads, layout.num_kv_heads, layout.head_dim, spec.kv_dtype == torch.bfloat16)
         layers = pages.shape[0] if view.layered else 1
         sizes = (layers, len(view.lens), *pages.shape[-2:])
         self.handle = _native.Plan(*kind, *sizes, *(address(x) for x in self.arrays))
 
 
-def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _of_table(view: TableView, query_starts: torch.Tensor, kind: tuple[int, int, int, bool]) -> Any:  # noqa: ANN401
+    """The plan of a view that every step makes; the extension keeps what it needs of it (see ``page_numbers``)."""
+    starts = None if view.starts is None else view.starts.contiguous()
+    arrays = (view.tables.contiguous(), view.lens.contiguous(), query_starts.contiguous())
+    return _native.Plan(*kind, *view.tables.shape, *(x.data_ptr() for x in arrays), view.sinks, address(starts))
+
+
+def _lists(
+    view: PagesView | CompactView, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``pages [B, G', P]``, their ``first`` positions, ``counts [B, G']``, and the positions of all slots if need be.
 
     The pages of a list come in the order of their positions, the used ones first. Layered views have a dimension more.
     """
-    if isinstance(view, TableView):
-        number, used = view.page_numbers()
-        pages = view.tables.gather(1, number)[:, None]
-        return pages, (number * view.page_size)[:, None], used.sum(dim=1)[:, None], None
     if isinstance(view, PagesView):
         number = torch.where(view.numbers < 0, FAR, view.numbers)
         if (number[..., 1:] < number[..., :-1]).any():
@@ -275,7 +279,6 @@ def _lists(view: KVView, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor,
         number = number.where(used, 0)
         tables = view.tables[:, None].expand(*number.shape[:-1], -1)
         return tables.gather(-1, number), number * view.page_size, used.sum(dim=-1), None
-    assert isinstance(view, CompactView)
     positions = torch.where(view.positions == NEVER, FAR, view.positions)
     positions = positions.expand(*positions.shape[:-2], num_kv_heads, -1)
     pages = view.tables[:, None].expand(*positions.shape[:-1], -1)

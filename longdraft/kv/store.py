@@ -10,7 +10,8 @@ length is ``Sequence.num_committed``). After PagedAttention (arXiv:2309.06180).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -127,6 +128,15 @@ class PagedStore:
         token = torch.arange(start, stop)
         return pages[token // size - first] * size + token % size
 
+    def new_slots(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+        """Slots of tokens that a pass writes: of each ``(row, start, stop)`` in turn, reserved beforehand."""
+        size = self.layout.page_size
+        return [
+            self._tables[row][token // size] * size + token % size
+            for row, start, stop in spans
+            for token in range(start, stop)
+        ]
+
     def settled_pages(self, row: int) -> int:
         """How many of a row's first pages will keep their numbers while it holds them."""
         return len(self._tables.get(row, []))
@@ -148,8 +158,11 @@ class PagedStore:
         """The first ``lens[b]`` tokens of each row, all of them visible, as the last of them sees them."""
         tables = self.tables(rows, lens)
         width = max(len(table) for table in tables)
-        padded = [table + [0] * (width - len(table)) for table in tables]
-        return TableView(torch.tensor(padded), torch.tensor(list(lens)), self.layout.page_size)
+        padded = array("q")  # a tensor made of lists takes ten times as long, which shows at every step
+        for table in tables:
+            padded.fromlist(table + [0] * (width - len(table)))
+        numbers = torch.frombuffer(padded, dtype=torch.int64).view(len(tables), width)
+        return TableView(numbers, torch.tensor(list(lens)), self.layout.page_size)
 
     def tables(self, rows: Sequence[int], lens: Sequence[int]) -> list[list[int]]:
         """The numbers of all pages of each row."""

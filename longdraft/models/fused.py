@@ -35,6 +35,8 @@ class FusedDecoder:
         self.layout, self.spec, self.vocab_size = model.layout, spec, config.vocab_size
         self.heads, self.all_layers = config.num_heads, list(range(config.num_layers))
         self._model = model  # the handle holds addresses only
+        self._kv: Sequence[LayerKV] = ()  # the caches of the last pass, and where they lie
+        self._addresses: list[tuple[int, int]] = []
         shape = (config.num_heads, config.num_kv_heads, config.head_dim, spec.kv_dtype == torch.bfloat16)
         sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, config.norm_eps)
         embedding = 0 if model.embedding is None else model.embedding.data_ptr()
@@ -69,7 +71,7 @@ class FusedDecoder:
             *(x.data_ptr() for x in rotary),
             len(logits_at),
             logits_at.data_ptr(),
-            _addresses(kv),
+            self._where(kv),
             logits.data_ptr(),
             *_wanted(capture),
             plan.decode and (lambda i: _address(plan.decode(i, kv[i]))),
@@ -86,7 +88,13 @@ class FusedDecoder:
         """See ``Transformer.write_keys_values``."""
         streams = streams.float().contiguous()
         addresses = (x.data_ptr() for x in (streams, slots, *rotary))
-        native.runtime().project(self.decoder, len(slots), *addresses, _addresses(kv))
+        native.runtime().project(self.decoder, len(slots), *addresses, self._where(kv))
+
+    def _where(self, kv: Sequence[LayerKV]) -> list[tuple[int, int]]:
+        """Addresses of K and V of each layer; a store's layers stay where they are."""
+        if kv is not self._kv:
+            self._kv, self._addresses = kv, [_address(layer) for layer in kv]
+        return self._addresses
 
 
 def int8_twin(model: Transformer) -> Transformer:
@@ -109,10 +117,6 @@ def int8_twin(model: Transformer) -> Transformer:
     twin.weight_bytes = sum(x.packed.nbytes for x in [twin.head, *products])
     twin._fused = FusedDecoder(twin, model.head)
     return twin
-
-
-def _addresses(kv: Sequence[LayerKV]) -> list[tuple[int, int]]:
-    return [_address(layer) for layer in kv]
 
 
 def _address(layer: LayerKV) -> tuple[int, int]:

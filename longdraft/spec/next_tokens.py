@@ -26,7 +26,8 @@ def distribution(logits: torch.Tensor, places: Sequence[Place]) -> tuple[torch.T
 def draws(logits: torch.Tensor, places: Sequence[Place], role: int = COUPLED) -> tuple[list[int], dict[int, str]]:
     """The token drawn at each place from ``logits [R, V]``, and for rows where that failed the reason."""
     tokens, errors = [0] * len(places), {}
-    direct = [i for i, place in enumerate(places) if native.can_draw(logits) and not place.seq.params.filters]
+    able = native.can_draw(logits)
+    direct = [i for i, place in enumerate(places) if able and not place.seq.params.filters]
     if direct:
         part, own = _rows(logits, direct), [places[i] for i in direct]
         part, failed = adjust(part, own)
