@@ -17,7 +17,7 @@ def make(num_pages=32, page_size=4):
 
 
 def write_both(paged, plain, row, start, n):
-    slots = torch.tensor(paged.new_slots([(row, start, start + n)]))
+    slots = torch.tensor(paged.new_slots([(row, start, start + n)]), dtype=torch.int64)
     assert torch.equal(slots, paged.slots(row, start, start + n))
     for layer in range(LAYERS):
         k, v = torch.randn(2, n, HEADS, DIM, dtype=torch.float64)
