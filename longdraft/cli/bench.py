@@ -47,7 +47,7 @@ def decode(
     text: Annotated[str, typer.Option(help="What the prompts are: prose, code or random.")] = "prose",
     draft: Annotated[
         list[str],
-        typer.Option(help=f"Who proposes: {drafting.NAMES}, a small model's path or name, or auto. Repeatable."),
+        typer.Option(help=f"Who proposes: {drafting.NAMES}, {drafting.OWN}, auto or auto+PATH. Repeatable."),
     ] = ["streaming_llm"],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
@@ -146,11 +146,18 @@ def unique(values: Iterable[T]) -> tuple[T, ...]:
 
 
 def own_model(arms: tuple[Arm, ...]) -> object:
-    """The draft whose weights have to be loaded, of which an ``LLM`` has one at most."""
-    own = {arm.draft.weights: arm.draft for arm in arms if arm.draft.own_model}
+    """The draft whose weights have to be loaded, of which an ``LLM`` has one at most; control's, if it may choose one.
+
+    There may be arms of it with and without 8-bit copies of its weights.
+    """
+    from longdraft.config import AutoDraft
+    from longdraft.llm_draft import own_draft
+
+    own = {one.model: arm.draft for arm in arms if (one := own_draft(arm.draft))}
     if len(own) > 1:
-        raise InvalidValueError("--draft", list(own), "may name one small model at most", "Measure them one by one.")
-    return next(iter(own.values()), None)
+        raise InvalidValueError("--draft", list(own), "may name one model at most", "Measure them one by one.")
+    auto = [arm.draft for arm in arms if isinstance(arm.draft, AutoDraft) and arm.draft.beside]
+    return next(iter([*auto, *own.values()]), None)
 
 
 @dataclass(frozen=True)

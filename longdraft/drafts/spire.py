@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from longdraft.capture import Capture, Needs, Seen
-from longdraft.config import MAX_GAMMA
+from longdraft.config import MAX_GAMMA, DraftConfig
 from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.model_draft import ModelDraft
@@ -37,10 +37,8 @@ from longdraft.models.weights import WeightSource, num_parameters
 class SpireModel:
     """A draft's layers on the kernels, with its target's embedding, final norm and head; no state."""
 
-    def __init__(
-        self, config: FeedbackConfig, source: WeightSource, target: Transformer, *, int8: bool = False
-    ) -> None:
-        """``int8``: with 8-bit copies of the weights. ``InvalidValueError`` for a draft that needs a prefill."""
+    def __init__(self, config: FeedbackConfig, source: WeightSource, target: Transformer) -> None:
+        """``InvalidValueError`` for a draft that needs a prefill."""
         if config.context == "own":
             fix = "Train it for comparison only."
             raise InvalidValueError("context", config.context, "must be another for a draft to be run", fix)
@@ -49,7 +47,6 @@ class SpireModel:
         layers = replace(target.config, num_layers=len(config.layers))
         page_size = target.layout.page_size
         self.model = Transformer(layers, _Layers(source), **types, page_size=page_size, ends=target)
-        self.runs = self.model.quantised() if int8 else self.model
         self.mix: torch.Tensor | None = None  # [n, n + 1]: how much of each stream is in each layer's memory
         if config.num_memories:
             weights = source.load(MEMORY).to(self.model.device, self.model.spec.compute_dtype)
@@ -76,6 +73,12 @@ class _Layers:
 
     def load(self, name: str) -> torch.Tensor:
         return self.source.load(name)
+
+
+def settled(draft: DraftConfig, config: FeedbackConfig) -> DraftConfig:
+    """``draft``, whose weights are a SPIRe draft's, with what that reads: it says so itself."""
+    reads = {"kv": "streaming_llm", "budget": config.sinks + config.window, "sinks": config.sinks, "refresh": None}
+    return replace(draft, **reads)
 
 
 def weight_bytes(config: FeedbackConfig, target: ModelConfig, dtype: torch.dtype, int8: bool) -> int:
@@ -110,9 +113,13 @@ class _State:
 class Spire(ModelDraft):
     """Drafts by a ``SpireModel`` over what the target's passes said of each sequence's first and last tokens."""
 
-    def __init__(self, spire: SpireModel, max_rows: int = 256) -> None:
-        """``max_rows``: sequences that may run at once; each has room for what it reads and one block."""
+    def __init__(self, spire: SpireModel, max_rows: int = 256, *, int8: bool = False) -> None:
+        """``max_rows``: sequences that may run at once; each has room for what it reads and one block.
+
+        ``int8``: by 8-bit copies of the weights; ``InvalidValueError`` without the native kernels.
+        """
         self.spire, model = spire, spire.model
+        self.runs = model.quantised() if int8 else model
         pages = max_rows * -(-(spire.num_context + MAX_GAMMA) // model.layout.page_size)
         self.store = PagedStore(model.config.num_layers, pages, model.layout, model.kv_dtype, model.device)
         self.needs = Needs(hidden=spire.config.window, sinks=spire.config.sinks, taps=spire.taps)
@@ -136,7 +143,7 @@ class Spire(ModelDraft):
             taps = tuple(range(self.spire.mix.shape[1]))
             form = Capture(tokens, hidden=self.spire.model.hidden_form(len(taps), len(feeds)), taps=taps)
             self._last = form, feeds
-        return feed(self.spire.runs, self.store, feeds, capture=form)
+        return feed(self.runs, self.store, feeds, capture=form)
 
     def observe(self, seq: Sequence, seen: Seen) -> None:
         """See ``Draft``."""

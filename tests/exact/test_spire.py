@@ -158,7 +158,7 @@ def test_no_prefill_and_no_more_keys_than_sinks_window_and_a_block(tiny, monkeyp
     engine = make_engine(tiny, num_pages=100, max_num_batched_tokens=32)
     draft = install(engine, spire_of(tiny, source, config))
     passes, proposing, propose = [], [], engine.runner.propose
-    forward = draft.spire.runs.forward
+    forward = draft.runs.forward
 
     def counted(ids, positions, plan, *args):
         passes.append((len(ids), len(plan.view.lens), int(plan.view.lens.max()), bool(proposing)))
@@ -171,7 +171,7 @@ def test_no_prefill_and_no_more_keys_than_sinks_window_and_a_block(tiny, monkeyp
         finally:
             proposing.clear()
 
-    monkeypatch.setattr(draft.spire.runs, "forward", counted)
+    monkeypatch.setattr(draft.runs, "forward", counted)
     monkeypatch.setattr(engine.runner, "propose", watched)
     for prompt, params in requests_of("long", SAMPLING[0], 0):
         engine.add(prompt, params, replace(SPIRE, gamma=4))
