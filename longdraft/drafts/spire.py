@@ -201,27 +201,31 @@ class Spire(ModelDraft):
 
     def _take_in(self, rows: Seq[int]) -> None:
         """Turn what the target said of the rows' tokens into keys and values, all rows at once."""
-        streams, positions, slots = [], [], []
+        streams: list[torch.Tensor] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for row in rows:
             state = self._states.get(row)
             if state is None or not state.news:
                 continue
             news, state.news = [x for x in (_advance(state, seen, self.needs.sinks) for seen in state.news) if x], []
-            if news:
-                at = torch.cat([torch.arange(x.start, x.stop) for x in news])
-                kept = (at < state.first) | (at >= max(state.start, state.stop - self.needs.hidden))
-                streams.append(torch.cat([x.hidden for x in news], dim=1)[:, kept])
-                positions.append(at[kept])
-                slots.append(self._slots(row, state, at[kept]))
+            oldest = max(state.start, state.stop - self.needs.hidden)
+            for seen in news:
+                at = [t for t in range(seen.start, seen.stop) if t < state.first or t >= oldest]
+                if at:
+                    whole = len(at) == seen.stop - seen.start
+                    streams.append(seen.hidden if whole else seen.hidden[:, [t - seen.start for t in at]])
+                    positions += at
+                    slots += self._slots(row, state, at)
         if streams:
-            self._write(torch.cat(streams, dim=1), torch.cat(positions), torch.cat(slots))
+            self._write(torch.cat(streams, dim=1), torch.tensor(positions), torch.tensor(slots))
 
-    def _slots(self, row: int, state: _State, at: torch.Tensor) -> torch.Tensor:
+    def _slots(self, row: int, state: _State, at: Seq[int]) -> list[int]:
         """Where the row's tokens ``at`` these positions go: no two to one slot, as they are of one window."""
-        size = state.size(self.needs.hidden)
-        self._reserve(row, size)
-        place = torch.where(at < state.first, at, state.first + (at - state.start) % self.needs.hidden)
-        return self.store.slots(row, 0, size)[place]
+        window = self.needs.hidden
+        self._reserve(row, state.size(window))
+        places = (t if t < state.first else state.first + (t - state.start) % window for t in at)
+        return self.store.slots_at(row, places)
 
     def _write(self, streams: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Keys and values of ``streams [n, N, hidden]``, what enters each layer, to the store's ``slots [N]``."""
@@ -234,9 +238,9 @@ class Spire(ModelDraft):
             return
         form, feeds = self._last
         self._last = None
-        memories = torch.einsum("il,lnh->inh", self.spire.mix, form.hidden)
+        memories = (self.spire.mix @ form.hidden.flatten(1)).view(-1, *form.hidden.shape[1:])
         positions = torch.tensor([f.start + f.shift for f in feeds])
-        slots = torch.cat([self.store.slots(f.row, f.start, f.start + 1) for f in feeds])
+        slots = torch.tensor([slot for f in feeds for slot in self.store.slots_at(f.row, [f.start])])
         self._write(memories, positions, slots)
 
 
@@ -250,4 +254,4 @@ def _advance(state: _State, seen: Seen, sinks: int) -> Seen | None:
     elif state.stop == state.first < sinks:
         state.first = state.start = min(seen.stop, sinks)
     state.stop = seen.stop
-    return seen.since(begin)
+    return seen if begin == seen.start else seen.since(begin)

@@ -21,6 +21,7 @@ def write_both(paged, plain, row, start, n):
         k, v = torch.randn(2, n, HEADS, DIM, dtype=torch.float64)
         paged.write(layer, k, v, paged.slots(row, start, start + n))
         plain.write(layer, row, start, k, v)
+    assert paged.slots_at(row, range(start + n)) == paged.slots(row, 0, start + n).tolist()
 
 
 def assert_same(paged, plain, row, length):
