@@ -92,7 +92,7 @@ class DraftConfig:
         """The draft in a few words, for reports."""
         if self.weights == "ngram":
             return "ngram"
-        who = PurePath(self.weights).name if self.own_model else self.weights.partition("@")[2]
+        who = self.short_name if self.own_model else self.weights.partition("@")[2]
         who = who if self.layers == "all" else f"{who} layers {self.layers}".strip()
         read = self.kv if self.selection == "full" else f"{self.kv}, budget {self.budget}"
         read += "" if self.refresh is None else f", refresh {self.refresh}"
@@ -117,6 +117,13 @@ class DraftConfig:
     def int8(self) -> bool:
         """Whether 8-bit copies of the weights are used."""
         return self.weights.endswith(INT8)
+
+    @property
+    def short_name(self) -> str:
+        """The weights' name without the folders they lie in; of what training wrote, STAGE/model, the stage's."""
+        path = PurePath(self.model)
+        written = path.name == "model" and path.parent.name
+        return f"{path.parent.name if written else path.name}{INT8 * self.int8}"
 
     @property
     def model(self) -> str:

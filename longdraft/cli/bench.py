@@ -13,6 +13,7 @@ import typer
 
 from longdraft.cli import drafting, options
 from longdraft.cli.numbers import parse_number
+from longdraft.config import AutoDraft, DraftConfig
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -122,10 +123,17 @@ def make_arms(
     arms = {}
     for name, budget, gamma in product(unique(drafts), unique(budgets), unique(gammas)):
         config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
-        arm = Arm(Path(name).name or name, config)
+        arm = Arm(_name(name, config), config)
         arms.setdefault((name, arm.budget, arm.gamma), arm)
     found = tuple(arms.values())
     return tuple(_refreshed(found, unique(refreshes))) if refreshes else found
+
+
+def _name(name: str, draft: DraftConfig | AutoDraft) -> str:
+    """What an arm is called, whose draft a user called ``name``."""
+    if isinstance(draft, AutoDraft):
+        return draft.label
+    return draft.short_name if draft.own_model else name
 
 
 def _refreshed(arms: tuple[Arm, ...], refreshes: tuple[str, ...]) -> Iterator[Arm]:
@@ -150,7 +158,6 @@ def own_model(arms: tuple[Arm, ...]) -> object:
 
     There may be arms of it with and without 8-bit copies of its weights.
     """
-    from longdraft.config import AutoDraft
     from longdraft.llm_draft import own_draft
 
     own = {one.model: arm.draft for arm in arms if (one := own_draft(arm.draft))}

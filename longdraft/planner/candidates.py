@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
 
 from longdraft.checkpoint.spire import SpireCheckpoint, check_tensors
 from longdraft.config import DraftConfig
@@ -95,7 +94,7 @@ class Candidate:
     def key(self) -> str:
         """The user's name for the draft, whatever its budget."""
         default = replace(self.config, budget=DraftConfig.budget)
-        return next((name for name, draft in NAMED.items() if draft == default), PurePath(self.config.weights).name)
+        return next((name for name, draft in NAMED.items() if draft == default), self.config.short_name)
 
     @property
     def note(self) -> str:

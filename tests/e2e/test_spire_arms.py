@@ -117,6 +117,7 @@ def test_an_arm_of_the_acceptance_bench(folder, whole, short, begun, monkeypatch
 def test_one_load_serves_both_widths(folder, short):
     """Arms with and without 8-bit copies; two models are one too many."""
     arms = make_arms([short, f"{short}@int8", f"auto+{short}@int8"], [16], [2], None)
+    assert [arm.name for arm in arms] == ["1-2", "1-2@int8", "auto"]
     assert own_model(arms) == AutoDraft(weights=f"{short}@int8")
     llm = LLM(folder, draft=own_model(arms), dtype="float32", kv_cache_memory_bytes=2**24)
     one, other = (llm.engine.runner.draft(llm.resolve(arm.draft)) for arm in arms[:2])
