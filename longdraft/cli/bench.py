@@ -266,11 +266,11 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
     """One table per batch, context and temperature: plain decoding, beside it every arm, and a line per peer."""
     from rich.table import Table
 
-    for (batch, context, temperature), group in groupby(cells, lambda c: (c.batch, c.context, c.temperature)):
+    for (batch, context, temperature, rows), group in groupby(cells, _place):
         arms = list(group)
         simulated = ", SIMULATED acceptance" if arms[0].simulated else ""
-        mean = f"{context:,} tokens" + (" on average" if arms[0].row_contexts else "")
-        title = f"{about['name']}, {about['dtype']}: {batch} x {mean}, T {temperature:g}{simulated}"
+        size = f"{context:,} tokens" + (f" on average, {min(rows):,} to {max(rows):,}" if rows else "")
+        title = f"{about['name']}, {about['dtype']}: {batch} x {size}, T {temperature:g}{simulated}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         for heading in ("plain", *(cell.shown.label for cell in arms)):
@@ -282,6 +282,11 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
             if (row.batch, row.context, temperature) == (batch, context, 0):
                 speeds = f"{row.tok_s:.1f} tokens/s, ours {row.ratio:.2f} x [{row.ci_low:.2f}, {row.ci_high:.2f}]"
                 yield f"{row.peer}, {row.dtype}: {speeds}; {row.shown}"
+
+
+def _place(cell: Cell) -> tuple[int, int, float, tuple[int, ...]]:
+    """What cells of one table have in common; rows of several lengths may have the same mean as others."""
+    return cell.batch, cell.context, cell.temperature, tuple(cell.row_contexts or ())
 
 
 def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:

@@ -131,8 +131,8 @@ def _variants(draft: DraftConfig, budgets: Iterable[int]) -> list[DraftConfig]:
 
     What a SPIRe draft reads is its own business.
     """
-    if draft.own_model and (spire := find_spire(draft.model)):
-        return [settled(draft, spire.config)]
+    if draft.own_model and find_spire(draft.model):
+        return [draft]
     kinds = [replace(draft, kv="full"), draft] if draft.own_model else [draft]
     bounded = [config for config in kinds if config.selection != "full" and config.weights != "ngram"]
     return [k for k in kinds if k not in bounded] + [replace(k, budget=budget) for k in bounded for budget in budgets]

@@ -234,6 +234,22 @@ def check_held(target, draft, seq, known):
             torch.testing.assert_close(torch.stack(list(got.values())), right, rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
+def test_a_row_that_sits_out_keeps_a_window_of_what_it_hears(tiny):
+    """Three tokens at a time, of which the window's first one is the last, the middle or the first."""
+    source = RandomWeights(tiny_config(), seed=6)
+    draft = Spire(spire_of(tiny, source, FeedbackConfig((1, 2), window=5, sinks=2)), max_rows=1)
+    seq = sequence(0, [(5 * i + 1) % 128 for i in range(31)], 0)
+    y = Teacher(tiny).residuals([seq.ids], draft.spire.taps)[:, 0]
+    for stop in range(3, 31, 3):
+        seq.num_committed = stop
+        draft.observe(seq, Seen(stop - 3, hidden=y[:, stop - 3 : stop]))
+        draft.settle([seq])
+        assert len(draft._states[0].news) < 5
+        if stop in (15, 27, 30):
+            check_held(tiny, draft, seq, [0, 1, *range(stop - 5, stop)])
+
+
 def test_a_fork_that_comes_late_shares_nothing(tiny):
     """A completion that finds a seat when the first one is far beyond the prompt; it begins with its last token."""
     engine = make_engine(tiny, max_num_seqs=1)
