@@ -107,7 +107,10 @@ class Capture:
 
         ``taps``: which residual streams, in which order.
         """
-        hidden = self.hidden[[self.taps.index(tap) for tap in taps], start:stop] if taps else None
+        hidden = None
+        if taps:  # a copy: a view would hold on to all that the pass captured
+            chosen = slice(None) if tuple(taps) == self.taps else [self.taps.index(tap) for tap in taps]
+            hidden = self.hidden[chosen, start:stop].clone()
         others = (None if x is None else x[:, start:stop] for x in (self.queries, self.page_mass))
         return Seen(position, *others, hidden)
 

@@ -141,7 +141,7 @@ def compare(
 
     The engine must have no other requests: ``InvalidValueError`` otherwise.
     """
-    engine, report = llm.engine, on_progress or (lambda name, done, total, seconds: None)
+    engine, draft, report = llm.engine, llm.resolve(draft), on_progress or (lambda name, done, total, seconds: None)
     if engine.num_unfinished:
         raise InvalidValueError("unfinished requests", engine.num_unfinished, "must be 0 while decoding is compared")
     plain, speculative = Group("plain", []), Group("speculative", [])

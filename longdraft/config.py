@@ -92,7 +92,7 @@ class DraftConfig:
         """The draft in a few words, for reports."""
         if self.weights == "ngram":
             return "ngram"
-        who = PurePath(self.weights).name if self.own_model else self.weights.partition("@")[2]
+        who = self.short_name if self.own_model else self.weights.partition("@")[2]
         who = who if self.layers == "all" else f"{who} layers {self.layers}".strip()
         read = self.kv if self.selection == "full" else f"{self.kv}, budget {self.budget}"
         read += "" if self.refresh is None else f", refresh {self.refresh}"
@@ -119,6 +119,13 @@ class DraftConfig:
         return self.weights.endswith(INT8)
 
     @property
+    def short_name(self) -> str:
+        """The weights' name without the folders they lie in; of what training wrote, STAGE/model, the stage's."""
+        path = PurePath(self.model)
+        written = path.name == "model" and path.parent.name
+        return f"{path.parent.name if written else path.name}{INT8 * self.int8}"
+
+    @property
     def model(self) -> str:
         """The weights without what is to be done to them: a path or a name."""
         return self.weights.removesuffix(INT8)
@@ -134,17 +141,28 @@ def draft_key(config: DraftConfig) -> DraftConfig:
 class AutoDraft:
     """Who proposes, and how many tokens, is chosen anew at every step, by what it is predicted to gain.
 
-    At most ``gamma`` tokens are proposed per verify pass. The rule is the coupled one: what is returned is what plain
-    decoding gives, whatever is chosen.
+    At most ``gamma`` tokens are proposed per verify pass. ``weights``: the path or name of a SPIRe draft made for the
+    target (``PATH@int8``: with 8-bit copies of its layers), which is then one of those that may propose. The rule is
+    the coupled one: what is returned is what plain decoding gives, whatever is chosen.
     """
 
     gamma: int = 8
+    weights: str | None = None
     label: ClassVar[str] = "auto"
     sampling_rule: ClassVar[str] = "coupled"
-    own_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 1, MAX_GAMMA))
+        if self.weights is not None:
+            beside = DraftConfig(self.weights)
+            if not beside.own_model:
+                raise InvalidValueError("weights", self.weights, "must be a SPIRe draft's path or name, or None")
+            object.__setattr__(self, "weights", beside.weights)
+
+    @property
+    def beside(self) -> DraftConfig | None:
+        """The draft that was named, as it proposes at most."""
+        return None if self.weights is None else DraftConfig(self.weights, gamma=self.gamma)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
+from longdraft.checkpoint.spire import SpireCheckpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.core import Status, StepOutput
@@ -23,7 +24,18 @@ from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import label, tier
 from longdraft.kernels.dispatch import explain
 from longdraft.llm_control import call_spec, considered, make_control
-from longdraft.llm_draft import SAME, Draft, Same, load_draft, on_kernels, resolve_draft, room_for, settled
+from longdraft.llm_draft import (
+    SAME,
+    Draft,
+    Same,
+    load_draft,
+    on_kernels,
+    own_draft,
+    require_spire,
+    resolve_draft,
+    room_for,
+    settled,
+)
 from longdraft.models.transformer import Transformer
 from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
@@ -43,7 +55,8 @@ class LLM:
         draft: what proposes tokens: a ``DraftConfig``, a name (``"streaming_llm"``, ``"snapkv"``, ``"verified"``,
             ``"pages"``, ``"topk"``, ``"full"``, ``"full+quant8"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small
             model's or a SPIRe draft's path, a mapping of ``DraftConfig``'s fields, ``"auto"`` (draft and number of
-            tokens are chosen anew at every step, by what they are predicted to gain), or ``None`` for plain decoding.
+            tokens are chosen anew at every step, by what they are predicted to gain; ``"auto+PATH"``: a SPIRe draft may
+            be chosen, too), or ``None`` for plain decoding.
             It never changes an output. A call may name another one for its requests.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
@@ -93,23 +106,27 @@ class LLM:
         if tokenizer is not None:
             self.tokenizer = fitting(read_tokenizer(tokenizer), self.checkpoint.config, tokenizer)
         self.draft = resolve_draft(draft)
-        small = None
-        if isinstance(self.draft, DraftConfig) and self.draft.own_model:
-            small = load_draft(self.draft, replace(self.checkpoint, tokenizer=self.tokenizer), download)
-            self.draft = settled(self.draft, small)
+        self._own, own = None, own_draft(self.draft)
+        if own:
+            self._own = load_draft(own, replace(self.checkpoint, tokenizer=self.tokenizer), download)
+            own, self.draft = settled(own, self._own), settled(self.draft, self._own)
+        beside = (own,) if isinstance(self._own, SpireCheckpoint) else ()  # what control may choose, too
         target_device, block_size = resolve_device(device), resolve_block_size(block_size)
         auto = auto_dtype(self.checkpoint.config, target_device, block_size)
         storage = resolve_dtype("dtype", dtype, auto)
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
         config = self.checkpoint.config
         spec = call_spec(config, target_device, storage, kv_storage, block_size)
-        drafts = considered(spec) if isinstance(self.draft, AutoDraft) else filter(None, [self.draft])
+        drafts = tuple(filter(None, [self.draft]))
+        if isinstance(self.draft, AutoDraft):
+            require_spire(self.draft, self._own)
+            drafts = considered(spec) + beside
         engine_config = size_engine(
             config,
             storage,
             kv_storage,
             target_device,
-            **room_for(tuple(drafts), small, config, storage, kv_storage, block_size),
+            **room_for(drafts, self._own, config, storage, kv_storage, block_size),
             kv_format=fmt,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -121,12 +138,10 @@ class LLM:
         types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
         types["kv_format"] = fmt
         self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
-        self._small, small_models = small, {}
-        if small:
-            small_models[self.draft.weights] = on_kernels(small, self.draft, self.model)
+        own_models = {own.model: on_kernels(self._own, self.model)} if own else {}
         eos = self.checkpoint.eos_token_ids
-        control = make_control(self.checkpoint.name, self.model)
-        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, small_models, control)
+        control = make_control(self.checkpoint.name, self.model, beside)
+        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, own_models, control)
         self.engine.check(self.draft)
         self.default_sampling_params = self._defaults(generation_config)
         self._requests: dict[int, Request] = {}  # unfinished ones, by the ids of their sequences
@@ -205,6 +220,16 @@ class LLM:
         """Answer one conversation as ``stream`` does."""
         return Stream(self, EncodedPrompt(self.encode_chat(messages)), sampling_params, draft)
 
+    def resolve(self, draft: Draft | Same = SAME) -> DraftConfig | AutoDraft | None:
+        """The draft of a call that names ``draft``, in full: a SPIRe draft says itself what it reads.
+
+        Raises ``InvalidValueError`` for what does not exist.
+        """
+        found = self.draft if draft is SAME else settled(resolve_draft(draft), self._own)
+        if isinstance(found, AutoDraft) and found.beside:
+            self.engine.check(settled(found.beside, self._own))
+        return found
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt in any of its forms."""
         return encode(prompt, self.tokenizer).ids
@@ -222,7 +247,7 @@ class LLM:
     ) -> Request:
         """Queue a request, whose outputs ``sink`` is told of as ``step`` brings them."""
         params = self.default_sampling_params if params is None else params
-        chosen = self.draft if draft is SAME else settled(resolve_draft(draft), self._small)
+        chosen = self.resolve(draft)
         ids = self.engine.add_all(prompt.ids, params, chosen)
         sequences = [self.engine.sequence(i) for i in ids]
         request = Request(prompt, sequences, self.tokenizer, label(self.model, tier(self.model, chosen)), sink)

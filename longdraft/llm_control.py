@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -12,11 +13,11 @@ from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.models.config import ModelConfig
 from longdraft.models.transformer import Transformer
-from longdraft.planner.calibration import default_file, find, load, setting
+from longdraft.planner.calibration import Calibration, default_file, find, load, setting
 from longdraft.planner.candidates import CONSIDERED, Target, prior
 from longdraft.planner.control import Controller
-from longdraft.planner.curves import Curves
 from longdraft.planner.hardware import Hardware, named_hardware, unmeasured_cpu
+from longdraft.planner.prices import Partly, Prices
 from longdraft.planner.roofline import Roofline
 
 UNMEASURED_GPU = "A100-80GB"
@@ -43,28 +44,31 @@ def considered(spec: CallSpec) -> tuple[DraftConfig, ...]:
     return CONSIDERED[kind_of(spec)]
 
 
-def make_control(name: str, model: Transformer) -> Controller:
+def make_control(name: str, model: Transformer, beside: tuple[DraftConfig, ...] = ()) -> Controller:
     """Control for a target called ``name``, by curves where it was calibrated in its present setting.
 
-    Nothing is measured now: what passes take shows while they run.
+    ``beside``: SPIRe drafts that were loaded with it, which are considered, too. Nothing is measured now: what passes
+    take shows while they run.
     """
-    spec, drafts, curves = model.spec, considered(model.spec), _curves(model)
-    if curves and (known := [draft for draft in drafts if curves.knows(draft)]):
-        return Controller(curves, {draft: prior(draft, name) for draft in known})
+    spec, drafts, found = model.spec, considered(model.spec) + beside, _calibration(model)
+    curves = found and found.curves
     target = Target(name, model.config, _hardware(spec), spec.dtype.itemsize, spec.kv_dtype.itemsize)
-    return Controller(Roofline(target, drafts), {draft: prior(draft, name) for draft in drafts})
+    prices: Prices = Roofline(target, drafts)
+    if curves and any(curves.knows(draft) for draft in drafts):
+        guessed = replace(target, hardware=found.hardware)
+        prices = Partly(curves, Roofline(guessed, beside)) if beside else curves
+    return Controller(prices, {draft: prior(draft, name) for draft in drafts if prices.knows(draft)})
 
 
-def _curves(model: Transformer) -> Curves | None:
-    """Those of ``longdraft calibrate``, if there are any; a damaged file is as good as none."""
+def _calibration(model: Transformer) -> Calibration | None:
+    """That of ``longdraft calibrate``, if there is one; a damaged file is as good as none."""
     if model.kv_format:  # other bytes, and decoding besides
         return None
     try:
-        found = find(load(default_file()), setting(model))
+        return find(load(default_file()), setting(model))
     except CalibrationError as error:
         log.warning("Online control goes by a guess of this machine: %s", error)
         return None
-    return found and found.curves
 
 
 def _hardware(spec: CallSpec) -> Hardware:

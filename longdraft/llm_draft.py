@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from longdraft.checkpoint.load import HUB_ID, load_checkpoint, locate, look_up
 from longdraft.checkpoint.pairing import check_pair
 from longdraft.checkpoint.spire import SpireCheckpoint, is_spire, read_spire
 from longdraft.config import TARGETS, AutoDraft, DraftConfig
-from longdraft.drafts.registry import NAMED, check, kept_tokens, named, page_note_bytes
+from longdraft.drafts import spire
+from longdraft.drafts.registry import NAMED, check, check_int8, kept_tokens, named, page_note_bytes
 from longdraft.drafts.spire import SpireModel, state_bytes, weight_bytes
 from longdraft.errors import InvalidValueError
 from longdraft.models.config import ModelConfig
@@ -34,6 +34,7 @@ class Same(Enum):
 
 
 SAME = Same.SAME
+BESIDE = f"{AutoDraft.label}+"  # and a path: a SPIRe draft that control may choose, too
 
 
 def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
@@ -45,6 +46,8 @@ def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
     if isinstance(draft, (str, Path)):
         if str(draft) == AutoDraft.label:
             return AutoDraft()
+        if str(draft).startswith(BESIDE):
+            return AutoDraft(weights=_own_model(DraftConfig(str(draft).removeprefix(BESIDE))).weights)
         return named(str(draft)) or _own_model(DraftConfig(weights=str(draft)))
     if not isinstance(draft, Mapping):
         raise InvalidValueError("draft", draft, "must be a DraftConfig, a name, a model's path, a mapping, or None")
@@ -67,6 +70,12 @@ def _own_model(config: DraftConfig) -> DraftConfig:
     )
 
 
+def own_draft(draft: DraftConfig | AutoDraft | None) -> DraftConfig | None:
+    """The draft whose weights have to be loaded beside the target's, if there is one."""
+    one = draft.beside if isinstance(draft, AutoDraft) else draft
+    return one if one is not None and one.own_model else None
+
+
 def load_draft(config: DraftConfig, target: Checkpoint, download: bool) -> Loaded:
     """The checkpoint of a small model that shall draft for ``target``, or of a SPIRe draft made for it.
 
@@ -79,18 +88,16 @@ def load_draft(config: DraftConfig, target: Checkpoint, download: bool) -> Loade
         draft = read_spire(path, name)
         draft.check_target(target)
         return draft
-    if config.int8:
-        limit = "may end in @int8 only for a SPIRe draft or the target"
-        raise InvalidValueError("weights", config.weights, limit, "Leave @int8 out.")
+    check_int8(config)
     small = load_checkpoint(config.model, download=download)
     check_pair(target, small)
     return small
 
 
-def on_kernels(draft: Loaded, config: DraftConfig, target: Transformer) -> Transformer | SpireModel:
+def on_kernels(draft: Loaded, target: Transformer) -> Transformer | SpireModel:
     """What was loaded, ready to run beside ``target``."""
     if isinstance(draft, SpireCheckpoint):
-        return SpireModel(draft.config, draft.weights, target, int8=config.int8)
+        return SpireModel(draft.config, draft.weights, target)
     types = {"dtype": target.dtype, "kv_dtype": target.kv_dtype, "device": target.device}
     return Transformer(draft.config, draft.weights, **types, page_size=target.layout.page_size)
 
@@ -105,19 +112,19 @@ def room_for(
 ) -> dict[str, Any]:
     """What ``size_engine`` must leave room for, as its arguments, where all of ``drafts`` may propose.
 
-    ``own``: the model loaded beside the target, for the one draft that then there is.
+    ``own``: the model loaded beside the target, for the one of ``drafts`` that is not the target's.
     """
-    if isinstance(own, SpireCheckpoint):
-        (draft,) = drafts
-        return {
-            "draft_weights": weight_bytes(own.config, target, dtype, draft.int8),
-            "kept": state_bytes(own.config, target, kv_dtype, draft.gamma),
-        }
     int8 = any(draft.weights in TARGETS and draft.int8 for draft in drafts)
     tokens = [kept_tokens(draft) for draft in drafts]
+    weights, kept = num_parameters(target) if int8 else 0, 0
+    if isinstance(own, SpireCheckpoint):
+        (draft,) = (draft for draft in drafts if draft.own_model)
+        weights += weight_bytes(own.config, target, dtype, draft.int8)
+        kept = state_bytes(own.config, target, kv_dtype, draft.gamma)
     return {
-        "draft": own.config if own else None,
-        "draft_weights": num_parameters(target) if int8 else 0,
+        "draft": own.config if isinstance(own, Checkpoint) else None,
+        "draft_weights": weights,
+        "kept": kept,
         "copied": sum(copied for copied, _ in tokens),
         "observed": sum(observed for _, observed in tokens),
         "page_notes": sum(page_note_bytes(draft, target, kv_dtype, page_size) for draft in drafts),
@@ -128,5 +135,10 @@ def settled(draft: DraftConfig | AutoDraft | None, own: Loaded | None) -> DraftC
     """``draft`` with what a SPIRe draft reads in its place, if it is ``own``: its own sinks and window."""
     if not isinstance(own, SpireCheckpoint) or not isinstance(draft, DraftConfig) or not draft.own_model:
         return draft
-    reads = own.config
-    return replace(draft, kv="streaming_llm", budget=reads.sinks + reads.window, sinks=reads.sinks)
+    return spire.settled(draft, own.config)
+
+
+def require_spire(draft: AutoDraft, own: Loaded | None) -> None:
+    """Raise ``InvalidValueError`` if what control may choose besides is a small model: that it does not consider."""
+    if isinstance(own, Checkpoint):
+        raise InvalidValueError("weights", draft.weights, "must be a SPIRe draft's", "Name a small model as the draft.")

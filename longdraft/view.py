@@ -59,9 +59,14 @@ class TableView:
 
     def page_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages of each sequence that hold a visible token, in order: ``number [B, P]``, and whether it is used."""
-        starts = torch.zeros_like(self.lens) if self.starts is None else self.starts
-        size, sinks = self.page_size, torch.full_like(self.lens, self.sinks).minimum(self.lens)
-        first = starts // size  # the first page of the second range; the sinks' pages before it
+        size = self.page_size
+        if self.starts is None:  # all pages: said apart, as every pass of a whole cache asks
+            count = -(-self.lens // size)
+            column = torch.arange(int(count.max()))
+            used = column < count[:, None]
+            return torch.where(used, column, 0), used
+        sinks = torch.full_like(self.lens, self.sinks).minimum(self.lens)
+        first = self.starts // size  # the first page of the second range; the sinks' pages before it
         before = (-(-sinks // size)).minimum(first)
         count = before + -(-self.lens // size) - first
         column = torch.arange(int(count.max()))

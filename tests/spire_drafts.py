@@ -37,9 +37,9 @@ def tensors_of(target: Transformer, source, config: FeedbackConfig, trained=True
     return tensors
 
 
-def spire_of(target: Transformer, source, config: FeedbackConfig, trained=True, *, int8=False) -> SpireModel:
+def spire_of(target: Transformer, source, config: FeedbackConfig, trained=True) -> SpireModel:
     """A draft on the target's kernels."""
-    return SpireModel(config, Tensors(tensors_of(target, source, config, trained)), target, int8=int8)
+    return SpireModel(config, Tensors(tensors_of(target, source, config, trained)), target)
 
 
 def for_training(target: Transformer, source, config: FeedbackConfig, tensors) -> FeedbackDraft:

@@ -16,7 +16,7 @@ from longdraft.bench import Arm, repeated_share
 from longdraft.bench.acceptance_cells import Ground, Result, differences, make_cell
 from longdraft.bench.examine import Examination, Sample, Setting, join, own_tokens
 from longdraft.bench.tasks import Prompt, make_prompts
-from longdraft.bench.turns import OnProgress, require_pages
+from longdraft.bench.turns import OnProgress, require_pages, resolved, told
 from longdraft.config import MAX_SEED, as_int
 from longdraft.errors import ContextLengthError, InvalidValueError
 from longdraft.llm import LLM
@@ -83,6 +83,7 @@ def measure(
     """
     if llm.engine.num_unfinished:
         raise InvalidValueError("unfinished requests", llm.engine.num_unfinished, "must be 0 while drafts are measured")
+    plan = replace(plan, arms=resolved(llm, plan.arms))
     for arm in plan.arms:
         llm.engine.runner.check(arm.draft)
     for context in plan.contexts:
@@ -137,7 +138,8 @@ class _Trial:
                     self.llm, prompts[first : first + plan.batch], plan.setting(self.temperature), first
                 )
                 try:
-                    self._examine(examined, report)
+                    with told(self.llm, examined.sources, self.arms):
+                        self._examine(examined, report)
                 finally:
                     examined.close()
         finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from longdraft.config import DraftConfig, as_int
+from longdraft.config import TARGETS, DraftConfig, as_int
 from longdraft.drafts.registry import watches
 from longdraft.errors import ContextLengthError
 
@@ -76,6 +76,8 @@ class Grid:
             found += self._proposals(draft)
             if watches(draft):
                 found += self._noted(replace(draft, budget=self.budgets[-1]))
+            elif draft.own_model:
+                found += self._noted(draft)
         return list(dict.fromkeys(found))
 
     def _target(self) -> Iterator[Point]:
@@ -131,8 +133,8 @@ def make_grid(batches: Sequence[int], contexts: Sequence[int], budgets: Sequence
 
 
 def bounded(draft: DraftConfig) -> bool:
-    """Whether the draft reads a budget of tokens."""
-    return draft.weights != "ngram" and draft.kv != "full"
+    """Whether the draft reads a budget of tokens, which is not its own business."""
+    return draft.weights in TARGETS and draft.kv != "full"
 
 
 def _even(batch: int, context: int, size: int, draft: DraftConfig | None = None, noted: bool = False) -> Point:

@@ -14,6 +14,7 @@ import torch
 
 from longdraft.bench.calibrate_points import ROOM, Point
 from longdraft.bench.turns import OnProgress
+from longdraft.capture import Seen
 from longdraft.config import DraftConfig
 from longdraft.core import Batch, Row, Status
 from longdraft.core import Sequence as EngineSequence
@@ -109,6 +110,7 @@ class SyntheticRows:
         seqs = []
         for key in enumerate(point.lengths):
             source, seq = self._row(key), self._row(key, copy=True)
+            draft.release(seq.id)
             draft.fork(source, seq)
             seq.draft = point.draft
             seqs.append(seq)
@@ -119,6 +121,8 @@ class SyntheticRows:
         for seq, size in zip(seqs, point.sizes, strict=True):
             seq.num_committed += size
         self.runner.follow(batch)
+        if draft.needs.taps:  # it would take in what it was told when it proposes next
+            draft.follow(seqs)
         seconds = self._now() - started
         for seq, size in zip(seqs, point.sizes, strict=True):
             seq.num_committed -= size
@@ -181,15 +185,29 @@ class SyntheticRows:
 
     def _tell(self, draft: Draft, point: Point) -> None:
         """Let a draft that watches see the ends of the rows' texts, as a prompt's last chunk shows them."""
-        if not watches(point.draft):
-            return
         seqs = [self._row(key) for key in enumerate(point.lengths)]
         new = [seq for seq in seqs if (draft, seq.id) not in self._told]
+        if draft.needs.taps:
+            self._tell_streams(draft, new)
+        elif watches(point.draft):
+            self._tell_ends(draft, point.draft, new)
+        self._told.update((draft, seq.id) for seq in new)
+
+    def _tell_streams(self, draft: Draft, new: Sequence[EngineSequence]) -> None:
+        """Random residual streams, of the ends of the rows' texts and of their first tokens."""
+        for seq in new:
+            for start, stop in draft.needs.ranges(seq.num_committed, 0, seq.num_committed):
+                size = len(draft.needs.taps), stop - start, self.model.config.hidden_size
+                streams = torch.randn(size, generator=self.random).to(self.model.device, self.model.spec.compute_dtype)
+                draft.observe(seq, Seen(start, hidden=streams))
+        draft.follow(new)
+
+    def _tell_ends(self, draft: Draft, config: DraftConfig, new: Sequence[EngineSequence]) -> None:
         for i in range(0, len(new), TOLD_AT_ONCE):
             rows = []
             for seq in new[i : i + TOLD_AT_ONCE]:
                 window = min(WINDOW, seq.num_committed)
-                seq.draft, seq.num_committed = point.draft, seq.num_committed - window
+                seq.draft, seq.num_committed = config, seq.num_committed - window
                 rows.append(Row(seq, window, 1, choice=seq.own_choice))
             newest = [row.seq.ids.pop() for row in rows]  # it comes of this pass
             batch = Batch(rows, prefill=True)
@@ -200,7 +218,6 @@ class SyntheticRows:
             self.runner.follow(batch)
             for row in rows:
                 row.seq.draft = None
-        self._told.update((draft, seq.id) for seq in new)
 
 
 def fitting(llm: LLM, points: Sequence[Point]) -> list[Point]:

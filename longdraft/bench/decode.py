@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 
 from longdraft.bench import (
@@ -29,7 +30,7 @@ from longdraft.bench import (
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
 from longdraft.bench.predict import predicted_speedup
 from longdraft.bench.simulate import assumed, continuations
-from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, turn
+from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, resolved, told, turn
 from longdraft.config import AutoDraft
 from longdraft.drafts.base import Draft
 from longdraft.errors import ContextLengthError, InvalidValueError
@@ -56,7 +57,7 @@ def measure(
     """
     if llm.engine.num_unfinished:
         raise InvalidValueError("unfinished requests", llm.engine.num_unfinished, "must be 0 while speed is measured")
-    report = on_progress or (lambda name, done, total, unit: None)
+    report, plan = on_progress or (lambda name, done, total, unit: None), replace(plan, arms=resolved(llm, plan.arms))
     for context in plan.contexts:
         check_room(llm, plan, context)
     for context, temperature in product(plan.contexts, plan.temperatures):
@@ -114,19 +115,20 @@ def _filled(
     plain = [engine.sequence(engine.add(ids, params)) for ids in prompts]
     made = list(plain)
     try:
-        fill(llm, plain, f"fill {max(map(len, prompts))}{_at(params.temperature)}", report)
-        pretend = nullcontext()
-        if plan.assume_acceptance is not None:
-            known = continuations(llm, plain, report)
-            pretend = assumed(engine.runner, plan, llm.model.config.vocab_size, known)
-        with pretend:
-            drafts = {arm: engine.runner.draft(arm.config) if arm.config else arm.draft for arm in plan.arms}
-            by_draft: dict[Draft | AutoDraft, Rows] = {}
-            for arm, draft in drafts.items():
-                if draft not in by_draft:
-                    by_draft[draft] = fork(llm, plain, arm)
-                    made += by_draft[draft]
-            yield {PLAIN: plain} | {arm: by_draft[draft] for arm, draft in drafts.items()}
+        with told(llm, plain, plan.arms):
+            fill(llm, plain, f"fill {max(map(len, prompts))}{_at(params.temperature)}", report)
+            pretend = nullcontext()
+            if plan.assume_acceptance is not None:
+                known = continuations(llm, plain, report)
+                pretend = assumed(engine.runner, plan, llm.model.config.vocab_size, known)
+            with pretend:
+                drafts = {arm: engine.runner.draft(arm.config) if arm.config else arm.draft for arm in plan.arms}
+                by_draft: dict[Draft | AutoDraft, Rows] = {}
+                for arm, draft in drafts.items():
+                    if draft not in by_draft:
+                        by_draft[draft] = fork(llm, plain, arm)
+                        made += by_draft[draft]
+                yield {PLAIN: plain} | {arm: by_draft[draft] for arm, draft in drafts.items()}
     finally:
         end(llm, made)
 

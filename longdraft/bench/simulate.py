@@ -9,6 +9,7 @@ import numpy as np
 
 from longdraft.bench import PLAIN, Plan
 from longdraft.bench.turns import OnProgress, Rows, end, fork
+from longdraft.capture import Seen
 from longdraft.config import DraftConfig
 from longdraft.core import Proposal
 from longdraft.core import Sequence as EngineSequence
@@ -24,6 +25,7 @@ class AssumedAcceptance(Draft):
 
     def __init__(self, real: Draft, plan: Plan, vocab_size: int, known: Mapping[Prompt, list[int]]) -> None:
         """``known``: prompt → its ids as plain decoding goes on."""
+        self.needs = real.needs
         self.real, self.rate, self.vocab_size, self.known = real, plan.assume_acceptance, vocab_size, known
         self._ids: dict[int, list[int]] = {}  # by sequence
         self._random = np.random.default_rng(plan.seed)
@@ -43,6 +45,10 @@ class AssumedAcceptance(Draft):
         if seq.id not in self._ids:
             self._ids[seq.id] = self.known[tuple(seq.ids[: seq.num_prompt])]
         return self._ids[seq.id]
+
+    def observe(self, seq: EngineSequence, seen: Seen) -> None:
+        """See ``Draft``."""
+        self.real.observe(seq, seen)
 
     def follow(self, seqs: Sequence[EngineSequence]) -> None:
         """See ``Draft``."""

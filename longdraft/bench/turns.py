@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 
 from longdraft.bench import Arm, Turn
-from longdraft.config import AutoDraft
+from longdraft.config import AutoDraft, DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
 from longdraft.core import Status, sum_by_position
 from longdraft.engine.control import OwnDrafts
@@ -52,6 +53,31 @@ def fork(llm: LLM, sources: Rows, arm: Arm) -> Rows:
     for config in {config for seq in rows for config in engine.control.told(seq)}:
         engine.runner.draft(config).follow(rows)
     return rows
+
+
+def resolved(llm: LLM, arms: Iterable[Arm]) -> tuple[Arm, ...]:
+    """``arms`` with their drafts in full, each once: a SPIRe draft says itself what it reads, whatever the budget."""
+    return tuple(dict.fromkeys(replace(arm, draft=llm.resolve(arm.draft)) for arm in arms))
+
+
+@contextmanager
+def told(llm: LLM, rows: Rows, arms: Iterable[Arm]) -> Iterator[None]:
+    """While it lasts, drafts of ``arms`` that must hear of a text from its beginning are told of ``rows``.
+
+    These have no draft themselves. Their forks share what such a draft knows of them: nothing could tell it later.
+    """
+    engine, right = llm.engine, llm.engine.control.told
+    drafts = [draft_key(draft) for arm in arms for draft in engine.drafts_of(arm.draft)]
+    drafts = [draft for draft in dict.fromkeys(drafts) if engine.runner.draft(draft).needs.taps]
+
+    def all_told(seq: EngineSequence) -> tuple[DraftConfig, ...]:
+        return (*right(seq), *drafts) if seq in rows else right(seq)
+
+    engine.control.told = all_told
+    try:
+        yield
+    finally:
+        del engine.control.told  # the class's method is visible again
 
 
 def end(llm: LLM, rows: Rows) -> None:

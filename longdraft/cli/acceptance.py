@@ -28,7 +28,7 @@ def acceptance(
     context: Annotated[list[int], typer.Option(help="Prompt tokens. Repeatable.")] = [4000],  # noqa: B006
     draft: Annotated[
         list[str],
-        typer.Option(help=f"Who proposes: {drafting.NAMES}, or a small model's path or name. Repeatable."),
+        typer.Option(help=f"Who proposes: {drafting.NAMES}, or {drafting.OWN}. Repeatable."),
     ] = [BASELINE],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
@@ -76,7 +76,6 @@ def acceptance(
     from longdraft.bench import interval
     from longdraft.bench.acceptance import CHUNK, ROWS, AcceptancePlan
     from longdraft.bench.tasks import check_task
-    from longdraft.config import EngineConfig
 
     arms = make_arms(draft, budget, [max(gamma)], kv, refresh)
     if baseline is None and BASELINE in [arm.name for arm in arms]:
@@ -89,15 +88,14 @@ def acceptance(
     plan = AcceptancePlan(*cells, **sizes, baseline=baseline, seed=seed)
     options.check_outputs(json, plot)
     interval([1.0, 1.0])  # says now if scipy is missing
-    own = own_model(arms)
     llm = options.make_llm(
         model,
-        draft=own,
+        draft=own_model(arms),
         dtype=dtype,
         kv_dtype=kv_dtype,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         max_num_seqs=ROWS * min(batch, prompts),
-        max_num_batched_tokens=EngineConfig.max_num_batched_tokens if own else CHUNK,  # SPIRe's window may be longer
+        max_num_batched_tokens=CHUNK,
         device=device,
         download=download,
     )

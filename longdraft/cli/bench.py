@@ -13,6 +13,7 @@ import typer
 
 from longdraft.cli import drafting, options
 from longdraft.cli.numbers import parse_number
+from longdraft.config import AutoDraft, DraftConfig
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def decode(
     text: Annotated[str, typer.Option(help="What the prompts are: prose, code or random.")] = "prose",
     draft: Annotated[
         list[str],
-        typer.Option(help=f"Who proposes: {drafting.NAMES}, a small model's path or name, or auto. Repeatable."),
+        typer.Option(help=f"Who proposes: {drafting.NAMES}, {drafting.OWN}, auto or auto+PATH. Repeatable."),
     ] = ["streaming_llm"],  # noqa: B006
     kv: drafting.Kv = None,
     budget: Annotated[list[int], typer.Option(help="Tokens the draft reads. Repeatable.")] = [256],  # noqa: B006
@@ -122,10 +123,17 @@ def make_arms(
     arms = {}
     for name, budget, gamma in product(unique(drafts), unique(budgets), unique(gammas)):
         config = drafting.require_draft(drafting.draft_config(name, budget, gamma, "coupled", kv))
-        arm = Arm(Path(name).name or name, config)
+        arm = Arm(_name(name, config), config)
         arms.setdefault((name, arm.budget, arm.gamma), arm)
     found = tuple(arms.values())
     return tuple(_refreshed(found, unique(refreshes))) if refreshes else found
+
+
+def _name(name: str, draft: DraftConfig | AutoDraft) -> str:
+    """What an arm is called, whose draft a user called ``name``."""
+    if isinstance(draft, AutoDraft):
+        return draft.label
+    return draft.short_name if draft.own_model else name
 
 
 def _refreshed(arms: tuple[Arm, ...], refreshes: tuple[str, ...]) -> Iterator[Arm]:
@@ -146,11 +154,17 @@ def unique(values: Iterable[T]) -> tuple[T, ...]:
 
 
 def own_model(arms: tuple[Arm, ...]) -> object:
-    """The draft whose weights have to be loaded, of which an ``LLM`` has one at most."""
-    own = {arm.draft.weights: arm.draft for arm in arms if arm.draft.own_model}
+    """The draft whose weights have to be loaded, of which an ``LLM`` has one at most; control's, if it may choose one.
+
+    There may be arms of it with and without 8-bit copies of its weights.
+    """
+    from longdraft.llm_draft import own_draft
+
+    own = {one.model: arm.draft for arm in arms if (one := own_draft(arm.draft))}
     if len(own) > 1:
-        raise InvalidValueError("--draft", list(own), "may name one small model at most", "Measure them one by one.")
-    return next(iter(own.values()), None)
+        raise InvalidValueError("--draft", list(own), "may name one model at most", "Measure them one by one.")
+    auto = [arm.draft for arm in arms if isinstance(arm.draft, AutoDraft) and arm.draft.beside]
+    return next(iter([*auto, *own.values()]), None)
 
 
 @dataclass(frozen=True)
@@ -252,11 +266,11 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
     """One table per batch, context and temperature: plain decoding, beside it every arm, and a line per peer."""
     from rich.table import Table
 
-    for (batch, context, temperature), group in groupby(cells, lambda c: (c.batch, c.context, c.temperature)):
+    for (batch, context, temperature, rows), group in groupby(cells, _place):
         arms = list(group)
         simulated = ", SIMULATED acceptance" if arms[0].simulated else ""
-        mean = f"{context:,} tokens" + (" on average" if arms[0].row_contexts else "")
-        title = f"{about['name']}, {about['dtype']}: {batch} x {mean}, T {temperature:g}{simulated}"
+        size = f"{context:,} tokens" + (f" on average, {min(rows):,} to {max(rows):,}" if rows else "")
+        title = f"{about['name']}, {about['dtype']}: {batch} x {size}, T {temperature:g}{simulated}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         for heading in ("plain", *(cell.shown.label for cell in arms)):
@@ -268,6 +282,11 @@ def tables(cells: list[Cell], peers: list[PeerCell], about: dict[str, object]) -
             if (row.batch, row.context, temperature) == (batch, context, 0):
                 speeds = f"{row.tok_s:.1f} tokens/s, ours {row.ratio:.2f} x [{row.ci_low:.2f}, {row.ci_high:.2f}]"
                 yield f"{row.peer}, {row.dtype}: {speeds}; {row.shown}"
+
+
+def _place(cell: Cell) -> tuple[int, int, float, tuple[int, ...]]:
+    """What cells of one table have in common; rows of several lengths may have the same mean as others."""
+    return cell.batch, cell.context, cell.temperature, tuple(cell.row_contexts or ())
 
 
 def _lines(arms: list[Cell]) -> Iterator[tuple[str, str, list[str]]]:

@@ -10,11 +10,11 @@ import typer
 
 from longdraft.cli import drafting, options
 from longdraft.cli.numbers import parse_numbers
+from longdraft.config import DraftConfig
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from longdraft.bench.calibrate import Outcome
-    from longdraft.config import DraftConfig
     from longdraft.llm import LLM
     from longdraft.planner.calibration import Calibration
 
@@ -29,7 +29,11 @@ GOOD = 0.10, 0.25  # errors of held-out points: median, worst
 def calibrate(
     model: options.Model = None,
     draft: Annotated[
-        list[str], typer.Option(help=f"Which drafts: {drafting.UNCODED}. Repeatable. Left out: all but topk and full.")
+        list[str],
+        typer.Option(
+            help=f"Which drafts: {drafting.UNCODED}, or a SPIRe draft's path. Repeatable. Left out: all but topk and "
+            "full."
+        ),
     ] = [],  # noqa: B006
     batch: Annotated[list[str], typer.Option(help="Rows decoded together: 1,4,16 or 1..64.")] = ["1,4,8,16"],  # noqa: B006
     context: Annotated[
@@ -76,7 +80,7 @@ def calibrate(
     texts = {"--batch": batch, "--context": context, "--budget": budget}
     numbers = {name: parse_numbers(name, values) for name, values in texts.items()}
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "kv_cache_memory_bytes": kv_cache_memory_bytes, "device": device}
-    llm = options.make_llm(model, max_num_seqs=MOST_ROWS, download=download, **settings)
+    llm = options.make_llm(model, draft=trained(draft), max_num_seqs=MOST_ROWS, download=download, **settings)
     drafts = make_drafts(llm, draft, QUICK_DRAFTS if quick else DRAFTS)
     outcome = _measure(llm, numbers, drafts, 60 * minutes, force)
     store(file, outcome.calibration)
@@ -88,18 +92,30 @@ def calibrate(
     write({"file": str(file), **asdict(outcome.calibration), "points": list(points(outcome))}, json)
 
 
+def trained(names: list[str]) -> DraftConfig | None:
+    """The SPIRe draft among ``names``, which has to be loaded; ``InvalidValueError`` for what is not calibrated."""
+    from longdraft.bench import Arm
+    from longdraft.cli.bench import own_model
+    from longdraft.drafts.registry import NAMED
+    from longdraft.planner.catalogue import find_spire
+
+    own = [DraftConfig(name) for name in names if name not in NAMED]
+    for one in own:
+        if find_spire(one.model) is None:
+            limit = f"must be one of {drafting.UNCODED}, or a SPIRe draft's path"
+            fix = "What small models and formats cost is not calibrated."
+            raise InvalidValueError("--draft", one.weights, limit, fix)
+    return own_model(tuple(Arm(one.weights, one) for one in own))
+
+
 def make_drafts(llm: LLM, names: list[str], default: tuple[str, ...]) -> list[DraftConfig]:
     """The named drafts, or those of ``default`` that this model has here and those that control considers."""
     from longdraft.drafts.registry import NAMED
     from longdraft.llm_control import considered
     from longdraft.planner.curves import kind
 
-    for name in names:
-        if name not in NAMED:
-            limit = f"must be one of {drafting.UNCODED}"
-            raise InvalidValueError("--draft", name, limit, "What small models and formats cost is not calibrated.")
     possible = [name for name in default if name != "int8" or llm.model.fused]
-    drafts = [NAMED[name] for name in names or possible]
+    drafts = [NAMED.get(name) or llm.resolve(name) for name in names or possible]
     drafts += () if names else considered(llm.model.spec)  # what draft="auto" chooses from
     return list({kind(draft): draft for draft in reversed(drafts)}.values())[::-1]
 

@@ -25,8 +25,8 @@ def demo(
     draft: Annotated[
         str | None,
         typer.Option(
-            help=f"Who proposes tokens: {drafting.NAMES}, or a small model's path or name. Left out: int8 where the "
-            f"native kernels run, else {FALLBACK}."
+            help=f"Who proposes tokens: {drafting.NAMES}, or {drafting.OWN}. Left out: int8 where the native kernels "
+            f"run, else {FALLBACK}."
         ),
     ] = None,
     kv: drafting.Kv = None,
@@ -60,7 +60,7 @@ def demo(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
     named = {"draft": asked if draft else None, "tokenizer": tokenizer}
     llm = options.make_llm(model, **named, dtype=dtype, device=device, download=download)
-    config = asked if draft or not llm.model.fused else drafting.draft_config("int8", *settings)
+    config = llm.resolve(asked if draft or not llm.model.fused else drafting.draft_config("int8", *settings))
     prompts = passages(llm, batch, prompt_tokens, max_tokens)
     sizes = f"{batch} passages of {prompt_tokens:,} tokens by {max_tokens} tokens each"
     console.print(f"[bold]{llm.checkpoint.name}[/] continues {sizes}")

@@ -22,12 +22,13 @@ ROUNDS = re.compile("[1-9][0-9]{0,8}")
 LEAST_SHARE = 0.005  # of a choice that is shown
 UNCODED = "streaming_llm, snapkv, verified, pages, topk, full, layer_skip, int8, ngram"
 NAMES = f"{UNCODED}, full+quant8 and the like"
+OWN = "a small model's or a SPIRe draft's path or name"
 Name = Annotated[
     str,
     typer.Option(
         "--draft",
-        help=f"Who proposes tokens: {NAMES}, or a small model's path or name; auto: whoever is predicted to gain most, "
-        "anew at every step; off for none.",
+        help=f"Who proposes tokens: {NAMES}, or {OWN}; auto: whoever is predicted to gain most, anew at every step "
+        "(auto+PATH: a SPIRe draft may be chosen, too); off for none.",
     ),
 ]
 Kv = Annotated[
@@ -62,14 +63,14 @@ def draft_config(
 def _draft_config(name: str, budget: int, gamma: int, rule: str, kv: str | None) -> DraftConfig | AutoDraft | None:
     if name == "off":
         return None
-    if name == AutoDraft.label:
-        if rule != AutoDraft.sampling_rule:
-            raise InvalidValueError("--sampling-rule", rule, "must be coupled with --draft auto")
-        return AutoDraft()
     from longdraft.drafts.registry import check
     from longdraft.llm_draft import resolve_draft
 
     base = resolve_draft(name)
+    if isinstance(base, AutoDraft):
+        if rule != AutoDraft.sampling_rule:
+            raise InvalidValueError("--sampling-rule", rule, "must be coupled with --draft auto")
+        return base
     return check(replace(base, kv=kv or base.kv, budget=budget, gamma=gamma, sampling_rule=rule))
 
 

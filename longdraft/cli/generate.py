@@ -103,7 +103,7 @@ def generate(
     )
     sources, texts = zip(*prompts, strict=True)
     if compare:
-        _compare(llm, list(sources), list(texts), params, config, chat, json)
+        _compare(llm, list(sources), list(texts), params, llm.draft, chat, json)
         return
     with Progress() as progress:
         on_step = track(progress, len(texts) * n * max_tokens)

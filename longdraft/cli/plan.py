@@ -41,7 +41,7 @@ def plan(
     draft: Annotated[
         list[str],
         typer.Option(
-            help=f"Who may propose: {drafting.UNCODED}, or a small model. Repeatable. Left out: what has figures."
+            help=f"Who may propose: {drafting.UNCODED}, or {drafting.OWN}. Repeatable. Left out: what has figures."
         ),
     ] = [],  # noqa: B006
     budget: Annotated[list[int], typer.Option(help="Tokens a draft reads of a row. Repeatable.")] = [256, 512],  # noqa: B006

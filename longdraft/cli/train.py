@@ -56,7 +56,13 @@ def train(
     if evaluate is None:
         evaluate = recipe.arms is not None
     with Progress() as progress, _interruptible() as stop:
-        workshop = Workshop(recipe, out, resume, lambda name, run: _hooks(progress, name, run, stop))
+        workshop = Workshop(
+            recipe,
+            out,
+            resume,
+            lambda name, run: _hooks(progress, name, run, stop),
+            lambda *done: _on_said(progress, stop, *done),
+        )
         done = workshop.run()
     show([_table(done)])
     pictures = _draw(out, done) if plot else {}
@@ -109,6 +115,13 @@ def _hooks(progress: Progress, name: str, run: RunConfig, stop: list[int]) -> Ho
         progress.update(name, record["step"] * run.batch_tokens, run.steps * run.batch_tokens, unit)
 
     return Hooks(on_step, lambda: bool(stop))
+
+
+def _on_said(progress: Progress, stop: list[int], length: int, done: int, total: int) -> None:
+    """The bar of what the target says; what is written stays, so a stop may come at any moment."""
+    progress.update(f"target, {length}", done, total, "texts")
+    if stop:
+        raise KeyboardInterrupt
 
 
 def _table(done: Mapping[str, Outcome]) -> object:

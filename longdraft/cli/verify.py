@@ -40,8 +40,9 @@ def verify(
     from rich.table import Table
 
     from longdraft.drafts.registry import NAMED
+    from longdraft.llm_draft import resolve_draft
 
-    if draft_model == AutoDraft.label:
+    if isinstance(resolve_draft(draft_model), AutoDraft):
         raise InvalidValueError("--draft-model", draft_model, "must be a model's path or name")
     again = None if refresh is None else drafting.parse_refresh(refresh, NAMED.values())
     settings = {"tokenizer": tokenizer, "dtype": dtype, "kv_format": kv_format, "device": device, "download": download}

@@ -92,6 +92,13 @@ def check(config: DraftConfig) -> DraftConfig:
     return config
 
 
+def check_int8(config: DraftConfig) -> None:
+    """Raise ``InvalidValueError`` where 8-bit copies of a small model's weights are asked for."""
+    if config.int8:
+        limit = "may end in @int8 only for a SPIRe draft or the target"
+        raise InvalidValueError("weights", config.weights, limit, "Leave @int8 out.")
+
+
 def needs(config: DraftConfig) -> Needs:
     """What such a draft wants to be told of the target's passes."""
     reader = selector(config)
@@ -155,13 +162,14 @@ def make(
         if isinstance(reader, PageSelector):
             return PageSpec(model, store, reader, layers)
         return SelfSpec(model, store, reader, layers)
-    if config.weights not in small:
+    if config.model not in small:
         loaded = ", ".join(small) or "none was"
         limit = f"must be 'target', 'target@int8', 'ngram' or a draft model that was loaded ({loaded})"
         raise InvalidValueError("weights", config.weights, limit, "Name it as the draft when the LLM is made.")
-    own = small[config.weights]
+    own = small[config.model]
     if isinstance(own, SpireModel):  # it says itself what it reads
-        return Spire(own, max_rows)
+        return Spire(own, max_rows, int8=config.int8)
+    check_int8(config)
     if isinstance(reader, TokenSelector):
         return SmallCopies(own, reader, model.config.vocab_size, max_rows)
     return SmallModel(own, reader, model.config.vocab_size)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from longdraft.capture import Capture, Needs, Seen
-from longdraft.config import MAX_GAMMA
+from longdraft.config import MAX_GAMMA, DraftConfig
 from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.model_draft import ModelDraft
@@ -37,10 +37,8 @@ from longdraft.models.weights import WeightSource, num_parameters
 class SpireModel:
     """A draft's layers on the kernels, with its target's embedding, final norm and head; no state."""
 
-    def __init__(
-        self, config: FeedbackConfig, source: WeightSource, target: Transformer, *, int8: bool = False
-    ) -> None:
-        """``int8``: with 8-bit copies of the weights. ``InvalidValueError`` for a draft that needs a prefill."""
+    def __init__(self, config: FeedbackConfig, source: WeightSource, target: Transformer) -> None:
+        """``InvalidValueError`` for a draft that needs a prefill."""
         if config.context == "own":
             fix = "Train it for comparison only."
             raise InvalidValueError("context", config.context, "must be another for a draft to be run", fix)
@@ -49,7 +47,6 @@ class SpireModel:
         layers = replace(target.config, num_layers=len(config.layers))
         page_size = target.layout.page_size
         self.model = Transformer(layers, _Layers(source), **types, page_size=page_size, ends=target)
-        self.runs = self.model.quantised() if int8 else self.model
         self.mix: torch.Tensor | None = None  # [n, n + 1]: how much of each stream is in each layer's memory
         if config.num_memories:
             weights = source.load(MEMORY).to(self.model.device, self.model.spec.compute_dtype)
@@ -76,6 +73,12 @@ class _Layers:
 
     def load(self, name: str) -> torch.Tensor:
         return self.source.load(name)
+
+
+def settled(draft: DraftConfig, config: FeedbackConfig) -> DraftConfig:
+    """``draft``, whose weights are a SPIRe draft's, with what that reads: it says so itself."""
+    reads = {"kv": "streaming_llm", "budget": config.sinks + config.window, "sinks": config.sinks, "refresh": None}
+    return replace(draft, **reads)
 
 
 def weight_bytes(config: FeedbackConfig, target: ModelConfig, dtype: torch.dtype, int8: bool) -> int:
@@ -110,9 +113,13 @@ class _State:
 class Spire(ModelDraft):
     """Drafts by a ``SpireModel`` over what the target's passes said of each sequence's first and last tokens."""
 
-    def __init__(self, spire: SpireModel, max_rows: int = 256) -> None:
-        """``max_rows``: sequences that may run at once; each has room for what it reads and one block."""
+    def __init__(self, spire: SpireModel, max_rows: int = 256, *, int8: bool = False) -> None:
+        """``max_rows``: sequences that may run at once; each has room for what it reads and one block.
+
+        ``int8``: by 8-bit copies of the weights; ``InvalidValueError`` without the native kernels.
+        """
         self.spire, model = spire, spire.model
+        self.runs = model.quantised() if int8 else model
         pages = max_rows * -(-(spire.num_context + MAX_GAMMA) // model.layout.page_size)
         self.store = PagedStore(model.config.num_layers, pages, model.layout, model.kv_dtype, model.device)
         self.needs = Needs(hidden=spire.config.window, sinks=spire.config.sinks, taps=spire.taps)
@@ -136,7 +143,7 @@ class Spire(ModelDraft):
             taps = tuple(range(self.spire.mix.shape[1]))
             form = Capture(tokens, hidden=self.spire.model.hidden_form(len(taps), len(feeds)), taps=taps)
             self._last = form, feeds
-        return feed(self.spire.runs, self.store, feeds, capture=form)
+        return feed(self.runs, self.store, feeds, capture=form)
 
     def observe(self, seq: Sequence, seen: Seen) -> None:
         """See ``Draft``."""
@@ -194,27 +201,31 @@ class Spire(ModelDraft):
 
     def _take_in(self, rows: Seq[int]) -> None:
         """Turn what the target said of the rows' tokens into keys and values, all rows at once."""
-        streams, positions, slots = [], [], []
+        streams: list[torch.Tensor] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for row in rows:
             state = self._states.get(row)
             if state is None or not state.news:
                 continue
             news, state.news = [x for x in (_advance(state, seen, self.needs.sinks) for seen in state.news) if x], []
-            if news:
-                at = torch.cat([torch.arange(x.start, x.stop) for x in news])
-                kept = (at < state.first) | (at >= max(state.start, state.stop - self.needs.hidden))
-                streams.append(torch.cat([x.hidden for x in news], dim=1)[:, kept])
-                positions.append(at[kept])
-                slots.append(self._slots(row, state, at[kept]))
+            oldest = max(state.start, state.stop - self.needs.hidden)
+            for seen in news:
+                at = [t for t in range(seen.start, seen.stop) if t < state.first or t >= oldest]
+                if at:
+                    whole = len(at) == seen.stop - seen.start
+                    streams.append(seen.hidden if whole else seen.hidden[:, [t - seen.start for t in at]])
+                    positions += at
+                    slots += self._slots(row, state, at)
         if streams:
-            self._write(torch.cat(streams, dim=1), torch.cat(positions), torch.cat(slots))
+            self._write(torch.cat(streams, dim=1), torch.tensor(positions), torch.tensor(slots))
 
-    def _slots(self, row: int, state: _State, at: torch.Tensor) -> torch.Tensor:
+    def _slots(self, row: int, state: _State, at: Seq[int]) -> list[int]:
         """Where the row's tokens ``at`` these positions go: no two to one slot, as they are of one window."""
-        size = state.size(self.needs.hidden)
-        self._reserve(row, size)
-        place = torch.where(at < state.first, at, state.first + (at - state.start) % self.needs.hidden)
-        return self.store.slots(row, 0, size)[place]
+        window = self.needs.hidden
+        self._reserve(row, state.size(window))
+        places = (t if t < state.first else state.first + (t - state.start) % window for t in at)
+        return self.store.slots_at(row, places)
 
     def _write(self, streams: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Keys and values of ``streams [n, N, hidden]``, what enters each layer, to the store's ``slots [N]``."""
@@ -227,9 +238,9 @@ class Spire(ModelDraft):
             return
         form, feeds = self._last
         self._last = None
-        memories = torch.einsum("il,lnh->inh", self.spire.mix, form.hidden)
+        memories = (self.spire.mix @ form.hidden.flatten(1)).view(-1, *form.hidden.shape[1:])
         positions = torch.tensor([f.start + f.shift for f in feeds])
-        slots = torch.cat([self.store.slots(f.row, f.start, f.start + 1) for f in feeds])
+        slots = torch.tensor([slot for f in feeds for slot in self.store.slots_at(f.row, [f.start])])
         self._write(memories, positions, slots)
 
 
@@ -243,4 +254,4 @@ def _advance(state: _State, seen: Seen, sinks: int) -> Seen | None:
     elif state.stop == state.first < sinks:
         state.first = state.start = min(seen.stop, sinks)
     state.stop = seen.stop
-    return seen.since(begin)
+    return seen if begin == seen.start else seen.since(begin)

@@ -15,6 +15,7 @@ scratch storage, layer by layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -169,6 +170,11 @@ class FormattedStore(PagedStore):
         """See ``PagedStore``; those of encoded tokens are for reading only."""
         token, size = torch.arange(start, stop), self.layout.page_size
         return self._numbers(row, self.settled_pages(row))[token // size] * size + token % size
+
+    def slots_at(self, row: int, tokens: Iterable[int]) -> list[int]:
+        """See ``slots``."""
+        numbers, size = self._numbers(row, self.settled_pages(row)).tolist(), self.layout.page_size
+        return [numbers[token // size] * size + token % size for token in tokens]
 
     def tables(self, rows: list[int], lens: list[int]) -> list[list[int]]:
         """See ``PagedStore``: as the last of each row's tokens sees them."""

@@ -123,19 +123,17 @@ class PagedStore:
     def slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """``[stop - start]`` slots of the tokens ``[start, stop)`` of ``row``, which must be reserved."""
         size = self.layout.page_size
+        if stop - start <= size:  # a few: counting is quicker than what follows
+            return torch.tensor(self.slots_at(row, range(start, stop)), dtype=torch.int64)
         first = start // size
         pages = torch.tensor(self._tables[row][first : self.pages_for(stop)], dtype=torch.int64)
         token = torch.arange(start, stop)
         return pages[token // size - first] * size + token % size
 
-    def new_slots(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
-        """Slots of tokens that a pass writes: of each ``(row, start, stop)`` in turn, reserved beforehand."""
-        size = self.layout.page_size
-        return [
-            self._tables[row][token // size] * size + token % size
-            for row, start, stop in spans
-            for token in range(start, stop)
-        ]
+    def slots_at(self, row: int, tokens: Iterable[int]) -> list[int]:
+        """Slots of these tokens of ``row``, which must be reserved."""
+        table, size = self._tables[row], self.layout.page_size
+        return [table[token // size] * size + token % size for token in tokens]
 
     def settled_pages(self, row: int) -> int:
         """How many of a row's first pages will keep their numbers while it holds them."""

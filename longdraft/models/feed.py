@@ -47,12 +47,12 @@ def feed(
     """
     ids: list[int] = []
     positions: list[int] = []
-    rows, lens, starts, logits_at, spans = [], [], [0], [], []
+    rows, lens, starts, logits_at, slots = [], [], [0], [], []
     for f in feeds:
         stop, first = f.start + len(f.tokens), len(ids)
         ids.extend(f.tokens)
         positions.extend(range(f.start + f.shift, stop + f.shift))
-        spans.append((f.row, f.start, stop))
+        slots.extend(store.slots_at(f.row, range(f.start, stop)))
         for end in store.cut(f.start, stop):
             rows.append(f.row)
             lens.append(end)
@@ -60,8 +60,8 @@ def feed(
         logits_at.extend([*range(first, first + f.num_first), *range(len(ids) - f.num_logits, len(ids))])
     view: KVView = store.view(rows, lens)
     view, own = store.lay_out(select(view) if select else view)
-    parts = (ids, positions, store.new_slots(spans), logits_at)
+    parts = (ids, positions, slots, logits_at)
     one = torch.tensor([x for part in parts for x in part]).to(model.device)  # every tensor made apart takes its time
-    ids_t, positions_t, slots, at_t = one.split([len(part) for part in parts])
-    plan = AttnPlan(view, torch.tensor(starts), slots, max(positions) + 1, decode or own)
+    ids_t, positions_t, slots_t, at_t = one.split([len(part) for part in parts])
+    plan = AttnPlan(view, torch.tensor(starts), slots_t, max(positions) + 1, decode or own)
     return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture)

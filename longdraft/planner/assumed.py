@@ -11,7 +11,7 @@ from importlib.resources import files
 from math import log
 
 from longdraft.config import DraftConfig, as_float
-from longdraft.planner.catalogue import known_name
+from longdraft.planner.catalogue import find_spire, known_name
 from longdraft.planner.cost import Acceptance
 
 
@@ -33,7 +33,7 @@ def given(acceptance: Acceptance) -> Assumed:
 def assumed(draft: DraftConfig, target: str) -> Assumed | None:
     """What is published or was measured for such a draft; ``None`` where there is no figure."""
     if draft.own_model:
-        return _pair(draft, target)
+        return _trained(draft) if find_spire(draft.model) else _pair(draft, target)
     table = _table()["self"].get(draft.kv)
     if draft.weights == "ngram" or draft.layers != "all" or table is None:
         return None
@@ -51,6 +51,14 @@ def assumed(draft: DraftConfig, target: str) -> Assumed | None:
 def published_pair(target: str) -> str | None:
     """The small model whose acceptance for ``target`` is published, if there is one."""
     return next((row["draft"] for row in _table()["pairs"] if row["target"] == known_name(target)), None)
+
+
+def _trained(draft: DraftConfig) -> Assumed:
+    row, refusals, sources = _table()["spire"], 1.0, [_table()["spire"]["source"]]
+    if draft.int8:
+        refusals = _table()["int8"]["refusals"]
+        sources.append(_table()["int8"]["source"])
+    return Assumed(lambda length: 1 - refusals * (1 - row["rate"]), "; ".join(sources))
 
 
 def _pair(draft: DraftConfig, target: str) -> Assumed | None:

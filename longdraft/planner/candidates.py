@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
 
+from longdraft.checkpoint.spire import SpireCheckpoint, check_tensors
 from longdraft.config import DraftConfig
 from longdraft.drafts.layer_skip import choose_layers
 from longdraft.drafts.registry import NAMED, check, kept_tokens, named, selector
-from longdraft.errors import InvalidValueError, VocabularyMismatchError
+from longdraft.drafts.spire import settled
+from longdraft.errors import InvalidValueError, ModelFileError, TargetMismatchError, VocabularyMismatchError
 from longdraft.models.config import ModelConfig
 from longdraft.models.weights import num_parameters
 from longdraft.planner.assumed import Assumed, assumed, published_pair
-from longdraft.planner.catalogue import find_model
+from longdraft.planner.catalogue import find_model, find_spire
 from longdraft.planner.cost import BYTES, Network, Reads, Rows, lengths_of, network, pass_work, times, whole
 from longdraft.planner.curves import Curves
 from longdraft.planner.hardware import Hardware
@@ -93,12 +94,12 @@ class Candidate:
     def key(self) -> str:
         """The user's name for the draft, whatever its budget."""
         default = replace(self.config, budget=DraftConfig.budget)
-        return next((name for name, draft in NAMED.items() if draft == default), PurePath(self.config.weights).name)
+        return next((name for name, draft in NAMED.items() if draft == default), self.config.short_name)
 
     @property
     def note(self) -> str:
         """What to know before it is chosen."""
-        return "8-bit weights have kernels on CPUs only, so far" if self.config.weights == "target@int8" else ""
+        return "8-bit weights have kernels on CPUs only, so far" if self.config.int8 else ""
 
 
 def candidates(
@@ -126,7 +127,12 @@ def candidates(
 
 
 def _variants(draft: DraftConfig, budgets: Iterable[int]) -> list[DraftConfig]:
-    """``draft`` with each budget, where it has one; a small model over its whole cache, too."""
+    """``draft`` with each budget, where it has one; a small model over its whole cache, too.
+
+    What a SPIRe draft reads is its own business.
+    """
+    if draft.own_model and find_spire(draft.model):
+        return [draft]
     kinds = [replace(draft, kv="full"), draft] if draft.own_model else [draft]
     bounded = [config for config in kinds if config.selection != "full" and config.weights != "ngram"]
     return [k for k in kinds if k not in bounded] + [replace(k, budget=budget) for k in bounded for budget in budgets]
@@ -147,7 +153,8 @@ def candidate(target: Target, draft: DraftConfig, acceptance: Assumed) -> Candid
         return Candidate(draft, None, whole, acceptance)
     reads = selector(draft).tokens_read
     if draft.own_model:
-        return _small(target, draft, reads, acceptance)
+        spire = find_spire(draft.model)
+        return _spire(target, draft, spire, acceptance) if spire else _small(target, draft, reads, acceptance)
     kept = choose_layers(draft.layers, target.config.num_layers)
     int8 = draft.weights == "target@int8"
     net = network(
@@ -165,6 +172,29 @@ def _require_no_format(draft: DraftConfig) -> None:
     if draft.format:
         limit = "must have no format in a plan: what decoding costs is not modelled"
         raise InvalidValueError("kv", draft.kv, limit, f"Plan for {draft.selection!r}.")
+
+
+def _spire(target: Target, draft: DraftConfig, spire: SpireCheckpoint, acceptance: Assumed) -> Candidate:
+    """Layers beside the target, with its head, over keys and values of their own that never grow.
+
+    These are projected once more of a token's memory, and of what the target says of it: both are counted with each
+    drafted token. Raises ``TargetMismatchError`` where sizes are not the target's.
+    """
+    config, model = spire.config, target.config
+    try:
+        check_tensors(config, model, spire.weights)
+    except (InvalidValueError, ModelFileError) as error:
+        problem = f"it was made for {spire.target!r}, whose sizes are others"
+        raise TargetMismatchError(target.name, spire.name, problem) from error
+    draft, layers = settled(draft, config), len(config.layers)
+    size = BYTES["int8"] if draft.int8 else target.weight_bytes
+    net = network(model, weight_bytes=size, kv_bytes=target.kv_bytes, layers=layers)
+    again = layers * model.kv_elements_per_layer * model.hidden_size * (1 + bool(config.num_memories))
+    own = layers * num_parameters(model, "model.layers.0.")
+    held = own * target.weight_bytes + draft.int8 * net.weights * size
+    kept = (draft.budget + draft.gamma) * net.kv_bytes_per_token
+    reads, net = selector(draft).tokens_read, replace(net, weights=net.weights + again)
+    return Candidate(draft, net, reads, acceptance, weight_bytes=held, kv_bytes_per_row=kept)
 
 
 def _small(target: Target, draft: DraftConfig, reads: Reads, acceptance: Assumed) -> Candidate:

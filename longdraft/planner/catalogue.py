@@ -1,4 +1,4 @@
-"""Models that are planned for without their files: names → configs, from the table ``models.json``."""
+"""Models that are planned for, by their names: files, or for want of them the table ``models.json``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from longdraft.checkpoint.load import HUB_ID, look_up, read_config
+from longdraft.checkpoint.load import HUB_ID, locate, look_up, read_config
+from longdraft.checkpoint.spire import SpireCheckpoint, is_spire, read_spire
 from longdraft.errors import ModelNotFoundError
 from longdraft.models.config import ModelConfig, parse_hf_config
 
@@ -43,3 +44,12 @@ def find_model(name: str | None) -> tuple[str, ModelConfig]:
     except ModelNotFoundError as error:
         fix = "" if HUB_ID.fullmatch(name) else "Or give a config.json: no weights are needed to plan. "
         raise ModelNotFoundError(f"{error} {fix}Known without files: {', '.join(known_models())}.") from error
+
+
+def find_spire(name: str) -> SpireCheckpoint | None:
+    """The SPIRe draft in a folder, or in the hub's cache, if that is what ``name`` stands for."""
+    try:
+        path, shown = locate(name, download=False)
+    except ModelNotFoundError:
+        return None
+    return read_spire(path, shown) if is_spire(path) else None

@@ -83,6 +83,8 @@ class Controller:
         self.drafts = tuple(draft_key(draft) for draft in drafts)
         self.evidence = Evidence(drafts, max_gamma)
         self._watched = self.evidence.watched
+        own = {number for number, draft in enumerate(self.drafts) if draft.own_model}  # nothing could tell them later
+        self._lasting = sorted(own | ({self._watched} - {None}))
         self._aside = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts], self._watched)
         self.stats = ControlStats()
@@ -145,7 +147,8 @@ class Controller:
             kept = [
                 self.evidence.numbers[draft_key(c)] for c in self.told(source) if draft_key(c) in self.evidence.numbers
             ]
-            self._rows[child.id] = _Row(kept=dict.fromkeys(kept, 0.0))
+            own = [number for number in self._lasting if number != self._watched]
+            self._rows[child.id] = _Row(kept=dict.fromkeys([*kept, *own], 0.0))
 
     def release(self, seq_id: int) -> None:
         """See ``Control``."""
@@ -231,15 +234,15 @@ class Controller:
         return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped, self._aside)
 
     def _new_row(self) -> _Row:
-        """The draft that is watched has a state of every row, from its prompt on."""
-        return _Row() if self._watched is None else _Row({self._watched: 0.0})
+        """The draft that is watched, and models of their own, have a state of every row, from its prompt on."""
+        return _Row(dict.fromkeys(self._lasting, 0.0))
 
     def _drop_idle(self, problem: Problem, plan: Plan, steps: int) -> None:
         """Give up states whose upkeep in vain, over ``steps`` more, has come to what bringing them back would cost."""
         costs = problem.costs
         for i, at in enumerate(costs.choosing):
             row = self._rows[costs.seqs[at].id]
-            for number in [n for n in row.kept if n not in (plan.drafts[i], self._watched)]:
+            for number in [n for n in row.kept if n != plan.drafts[i] and n not in self._lasting]:
                 row.kept[number] += steps * costs.upkeep(number, [i])
                 if row.kept[number] > 0 and row.kept[number] >= costs.wake(number, i):
                     del row.kept[number]

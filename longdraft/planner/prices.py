@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 from longdraft.config import DraftConfig
@@ -29,3 +30,34 @@ class Prices(Protocol):
 
     def wake(self, config: DraftConfig, length: int) -> float:
         """Bringing the draft's state of one row up to date after it was dropped."""
+
+
+@dataclass(frozen=True)
+class Partly:
+    """``Prices`` by ``known``, but for drafts that only ``guessed`` has a price of: both are seconds of one machine."""
+
+    known: Prices
+    guessed: Prices
+
+    def knows(self, config: DraftConfig) -> bool:
+        """See ``Prices``."""
+        return self.known.knows(config) or self.guessed.knows(config)
+
+    def target(self, lengths: Seq[int], tokens: Seq[int]) -> float:
+        """See ``Prices``."""
+        return self.known.target(lengths, tokens)
+
+    def draft(self, config: DraftConfig, lengths: Seq[int], gammas: Seq[int]) -> float:
+        """See ``Prices``."""
+        return self._of(config).draft(config, lengths, gammas)
+
+    def upkeep(self, config: DraftConfig, lengths: Seq[int]) -> float:
+        """See ``Prices``."""
+        return self._of(config).upkeep(config, lengths)
+
+    def wake(self, config: DraftConfig, length: int) -> float:
+        """See ``Prices``."""
+        return self._of(config).wake(config, length)
+
+    def _of(self, config: DraftConfig) -> Prices:
+        return self.known if self.known.knows(config) else self.guessed

@@ -1,6 +1,7 @@
 """Prices by the roofline model: what online control goes by where nothing was calibrated.
 
 Owns what ``cost.py`` leaves out of a plan: ragged rounds, looking tokens up, choosing what to read, upkeep and waking.
+A SPIRe draft has neither of the last two: passes tell it of every token, and nothing could tell it later.
 The constants are orders of magnitude, and what is observed corrects them (``pace.py``).
 """
 
@@ -76,7 +77,7 @@ class Roofline:
         known = self._drafts[draft_key(config)]
         if config.weights == "ngram":
             return TAKE_IN_S * len(lengths)
-        if config.own_model:
+        if known.made.kv_bytes_per_token:  # a small model, which has a cache of every token
             return len(lengths) * 2 * known.made.network.weights / self.hardware.flops_per_s
         if not known.needs.tokens:
             return 0.0
@@ -88,7 +89,7 @@ class Roofline:
         known = self._drafts[draft_key(config)]
         if config.weights == "ngram":
             return TAKE_IN_S * length
-        if config.own_model:
+        if known.made.kv_bytes_per_token:
             work = pass_work(known.made.network, {length / 2: 1}, queries=length)
             return times(work, self.hardware).total
         return PASSES_TOLD * self.upkeep(config, [length])

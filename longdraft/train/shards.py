@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,11 +107,15 @@ def write_shards(
     else:
         (folder / INDEX).write_text(json.dumps(asdict(key), indent=2) + "\n")
     for number, rows in enumerate(texts.split(key.per_shard)):
-        file = _file(folder, number)
+        file, done = _file(folder, number), number * key.per_shard
         if not file.exists():
-            parts = [_said(part, key, teacher, logits) for part in rows.split(batch)]
+            parts = []
+            for part in rows.split(batch):
+                parts.append(_said(part, key, teacher, logits))
+                done += len(part)
+                on_progress(done, len(texts))
             save_tensors(file, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-        on_progress(min((number + 1) * key.per_shard, len(texts)), len(texts))
+        on_progress(number * key.per_shard + len(rows), len(texts))
 
 
 def _said(ids: torch.Tensor, key: Key, teacher: Teacher, logits: Logits) -> dict[str, torch.Tensor]:
@@ -179,15 +184,24 @@ class Shelf:
     shards: Mapping[int, Shards]
 
     @classmethod
-    def written(cls, out: Path, target: Checkpoint, texts: Iterable[torch.Tensor], live: Live) -> Shelf:
+    def written(
+        cls,
+        out: Path,
+        target: Checkpoint,
+        texts: Iterable[torch.Tensor],
+        live: Live,
+        on_progress: Callable[[int, int, int], None] = lambda length, done, total: None,
+    ) -> Shelf:
         """Of ``texts``, ``[R, L]`` for each length, in ``out``: written now where they are not there yet.
 
-        All of a distribution is kept, and ``live`` is asked of other texts. Raises ``ModelFileError``.
+        All of a distribution is kept, and ``live`` is asked of other texts. ``on_progress``: a length, its texts done,
+        and all of them. Raises ``ModelFileError``.
         """
         found = {}
         for rows in texts:
             folder, key = out / f"said-{rows.shape[1]}", Key.of(target, rows, live.taps, top=0)
-            write_shards(folder, key, rows, live.teacher, live.logits)
+            told = partial(on_progress, rows.shape[1])
+            write_shards(folder, key, rows, live.teacher, live.logits, on_progress=told)
             found[rows.shape[1]] = Shards(folder, key, live.logits, live)
         return cls(live.taps, found)
 

@@ -85,12 +85,16 @@ class _Lesson:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Carries a recipe out in a folder; ``hooks`` gives those of a stage by its name and its steps."""
+    """Carries a recipe out in a folder; ``hooks`` gives those of a stage by its name and its steps.
+
+    ``on_said``: told how far what the target says is written down: texts of which length, done, and all.
+    """
 
     recipe: Recipe
     out: Path
     resume: bool = False
     hooks: Callable[[str, RunConfig], Hooks] = lambda name, run: Hooks()
+    on_said: Callable[[int, int, int], None] = lambda length, done, total: None
 
     def run(self) -> dict[str, Outcome]:
         """Every stage's outcome by its name; a stage that was stopped is the last one.
@@ -160,7 +164,7 @@ class Workshop:
         if not self.recipe.data.cache or not layers:  # a plain model may not ask the target at all
             return lesson
         taps = draft.feedback(layers).taps(target.config.num_layers)
-        said = Shelf.written(self.out, target, self._batches(streams).texts(), lesson.live(taps))
+        said = Shelf.written(self.out, target, self._batches(streams).texts(), lesson.live(taps), self.on_said)
         return replace(lesson, said=said)
 
     def _train_draft(self, name: str, how: TrainedAs, lesson: _Lesson) -> Outcome:

@@ -16,7 +16,7 @@ from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbe
 from longdraft.bench.plot import check_plot, plot
 from longdraft.bench.predict import predicted_speedup
 from longdraft.cli.app import app
-from longdraft.cli.bench import _lines, make_arms
+from longdraft.cli.bench import _lines, make_arms, tables
 from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from longdraft.outputs import ControlStats
@@ -116,6 +116,9 @@ def test_rows_of_several_lengths_in_one_batch(llm):
     auto, fixed = measure(llm, Plan((3,), ((32, 64),), (AUTO, LOOKUP), **SMALL))
     assert (auto.context, auto.row_contexts, auto.identical) == (43, [32, 64, 32], True)
     assert "row_contexts" in fixed.report()
+    alike = [replace(cell, row_contexts=None) for cell in (auto, fixed)]  # of the same mean
+    titles = [table.title for table in tables([auto, fixed, *alike], [], {"name": "x", "dtype": "y"})]
+    assert titles == ["x, y: 3 x 43 tokens on average, 32 to 64, T 0", "x, y: 3 x 43 tokens, T 0"]
     assert auto.over_fixed.arm in ("plain", "ngram γ2")
     slower = fixed if fixed.spec_tok_s > fixed.plain_tok_s else replace(fixed, spec_tok_s=fixed.plain_tok_s)
     assert auto.over_fixed.arm == ("ngram γ2" if slower is fixed else "plain")

@@ -35,7 +35,7 @@ DRAFTS |= {
     "first layers": DraftConfig(layers="first:2", kv="full"),
     "small": DraftConfig(weights="small", budget=24, sinks=4),
     "spire": DraftConfig(weights="spire"),
-    "spire in 8 bits": DraftConfig(weights="spire@int8"),
+    "spire in 8 bits": DraftConfig(weights="spire of 2@int8"),
     **{kv: DraftConfig(kv=kv, budget=64, sinks=4) for kv in ("pages", "verified")},  # pages to choose from
 }
 
@@ -45,8 +45,8 @@ def models_in(dtype):
     configs = tiny_config(), tiny_config(num_layers=1)
     sources = [RandomWeights(c, seed=6 + i) for i, c in enumerate(configs)]
     pair = [Transformer(c, s, dtype=dtype) for c, s in zip(configs, sources, strict=True)]
-    kinds = {"spire": FeedbackConfig((0, 1, 2), 20, 4), "spire@int8": FeedbackConfig((1, 2), 20, 4)}
-    spires = {n: spire_of(pair[0], sources[0], c, trained=False, int8="@" in n) for n, c in kinds.items()}
+    kinds = {"spire": FeedbackConfig((0, 1, 2), 20, 4), "spire of 2": FeedbackConfig((1, 2), 20, 4)}
+    spires = {n: spire_of(pair[0], sources[0], c, trained=False) for n, c in kinds.items()}
     return [*pair, spires]
 
 

@@ -158,7 +158,7 @@ def test_no_prefill_and_no_more_keys_than_sinks_window_and_a_block(tiny, monkeyp
     engine = make_engine(tiny, num_pages=100, max_num_batched_tokens=32)
     draft = install(engine, spire_of(tiny, source, config))
     passes, proposing, propose = [], [], engine.runner.propose
-    forward = draft.spire.runs.forward
+    forward = draft.runs.forward
 
     def counted(ids, positions, plan, *args):
         passes.append((len(ids), len(plan.view.lens), int(plan.view.lens.max()), bool(proposing)))
@@ -171,7 +171,7 @@ def test_no_prefill_and_no_more_keys_than_sinks_window_and_a_block(tiny, monkeyp
         finally:
             proposing.clear()
 
-    monkeypatch.setattr(draft.spire.runs, "forward", counted)
+    monkeypatch.setattr(draft.runs, "forward", counted)
     monkeypatch.setattr(engine.runner, "propose", watched)
     for prompt, params in requests_of("long", SAMPLING[0], 0):
         engine.add(prompt, params, replace(SPIRE, gamma=4))
@@ -232,6 +232,22 @@ def check_held(target, draft, seq, known):
         for got, right in zip(held(draft, seq, i), want, strict=True):
             assert list(got) == at.tolist()
             torch.testing.assert_close(torch.stack(list(got.values())), right, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_row_that_sits_out_keeps_a_window_of_what_it_hears(tiny):
+    """Three tokens at a time, of which the window's first one is the last, the middle or the first."""
+    source = RandomWeights(tiny_config(), seed=6)
+    draft = Spire(spire_of(tiny, source, FeedbackConfig((1, 2), window=5, sinks=2)), max_rows=1)
+    seq = sequence(0, [(5 * i + 1) % 128 for i in range(31)], 0)
+    y = Teacher(tiny).residuals([seq.ids], draft.spire.taps)[:, 0]
+    for stop in range(3, 31, 3):
+        seq.num_committed = stop
+        draft.observe(seq, Seen(stop - 3, hidden=y[:, stop - 3 : stop]))
+        draft.settle([seq])
+        assert len(draft._states[0].news) < 5
+        if stop in (15, 27, 30):
+            check_held(tiny, draft, seq, [0, 1, *range(stop - 5, stop)])
 
 
 def test_a_fork_that_comes_late_shares_nothing(tiny):

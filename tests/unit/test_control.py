@@ -111,6 +111,22 @@ def test_the_better_draft_is_found():
     assert sum(rows[0][0] == WINDOW.label for rows in world.steps[-100:]) > 90
 
 
+def test_a_model_of_its_own_is_told_of_every_row_and_never_dropped():
+    """Nothing could tell it later. It proposes nothing here, its upkeep is dear, bringing it back would be cheap."""
+    own = DraftConfig(weights="trained", budget=65, sinks=1, gamma=1)
+    costs = replace(EPYC, drafts=EPYC.drafts | {own: ({1: 90.0, 8: 99.0}, 0.0)}, upkeeps={own: 1.0, INT8: 1.0})
+    control = Controller(costs, {INT8: 0.9, own: 0.1})
+    world = World(control, costs, [7000] * 2, lambda draft, row, at: 0.95 if draft == INT8 else 0.0)
+    assert control.told(world.seqs[0]) == (own,)
+    for _ in range(200):
+        world.step()
+    assert all(own in control.told(seq) for seq in world.seqs)
+    plain, child = (replace(world.seqs[0], id=number) for number in (8, 9))
+    plain.draft = None
+    control.fork(plain, child)
+    assert control.told(child) == (own,)
+
+
 # --- the joint choice
 
 

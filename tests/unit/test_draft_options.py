@@ -97,3 +97,6 @@ def test_reports_name_it():
     assert DraftConfig(kv="topk", budget=9, refresh=2).label == "topk, budget 9, refresh 2"
     assert DraftConfig(kv="topk", budget=9).label == "topk, budget 9"
     assert AutoDraft.label == "auto"
+    assert DraftConfig("runs/tiny/spire-0/model@int8").label == "spire-0@int8 over streaming_llm, budget 512"
+    paths = {"a/b": "b", "a/b@int8": "b@int8", "model": "model", "owner/name": "name"}
+    assert {path: DraftConfig(path).short_name for path in paths} == paths

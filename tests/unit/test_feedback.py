@@ -224,6 +224,11 @@ def test_senseless_drafts_are_refused(settings, what):
     assert caught.value.what == what
 
 
+def test_which_streams_are_read():
+    taps = {context: FeedbackConfig((1, 2), memory="off", context=context).taps(8) for context in CONTEXTS}
+    assert (taps["activations"], taps["last"], taps["embedding"]) == ((1, 2), (8, 8), (0, 0))
+
+
 # --- where training begins
 
 

@@ -17,12 +17,11 @@ def make(num_pages=32, page_size=4):
 
 
 def write_both(paged, plain, row, start, n):
-    slots = torch.tensor(paged.new_slots([(row, start, start + n)]), dtype=torch.int64)
-    assert torch.equal(slots, paged.slots(row, start, start + n))
     for layer in range(LAYERS):
         k, v = torch.randn(2, n, HEADS, DIM, dtype=torch.float64)
-        paged.write(layer, k, v, slots)
+        paged.write(layer, k, v, paged.slots(row, start, start + n))
         plain.write(layer, row, start, k, v)
+    assert paged.slots_at(row, range(start + n)) == paged.slots(row, 0, start + n).tolist()
 
 
 def assert_same(paged, plain, row, length):

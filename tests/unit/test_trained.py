@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 
 from longdraft.bench import trained
 from longdraft.cli.app import app
+from longdraft.cli.progress import Progress
+from longdraft.cli.train import _on_said as show_said
 from longdraft.train.state import read_log
 from tests.recipes import TINY_TARGET, write_texts
 
@@ -69,7 +71,15 @@ def run(folder, *args):
 
 def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder, monkeypatch):
     monkeypatch.setattr("longdraft.cli.train._draw", lambda out, done: {})  # pictures of stages take long
+    said = []
+    monkeypatch.setattr("longdraft.cli.train._on_said", lambda progress, stop, *at: said.append(at))
     report = run(folder, "--seeds", "2")
+    assert [at[0] for at in said] == sorted(at[0] for at in said)
+    for length in (16, 32):  # a line now and then, up to all texts
+        (total,), done = {total for n, _, total in said if n == length}, [at[1] for at in said if at[0] == length]
+        with pytest.raises(KeyboardInterrupt):
+            show_said(Progress(), [2], length, done[0], total)
+        assert done == sorted(done) and 1 < len(set(done)) and done[0] == 8 < done[-1] == total
     names = [f"{arm}-{seed}" for seed in (0, 1) for arm in ("no-activations", "spire", "vanilla")]
     assert list(report["stages"]) == ["target", *names]
     lengths = {name: [x["length"] for x in read_log(folder / "out" / name) if "length" in x] for name in names}

@@ -37,6 +37,9 @@ def test_what_is_here_anyway_is_not_what_is_measured_on():
         else:
             assert Path(document.name).parent != Path(sysconfig.get_path("stdlib")), "one of code_text's modules"
     assert found[: len(whole)] == documents(["novels"], [])[: len(whole)]
+    paths = [Path(document.name) for document in found if document.name.endswith(".py")]
+    assert paths == sorted(paths), "the order in which a folder lists its files is nobody's"
+    assert not any({"encodings", "test", "tests", "site-packages"} & {*path.parts} for path in paths)
 
 
 def test_users_texts_are_files_and_folders(tmp_path):
@@ -44,6 +47,8 @@ def test_users_texts_are_files_and_folders(tmp_path):
     (tmp_path / "deep" / "a.md").write_text("text " * 100)
     (tmp_path / "b.txt").write_text("other " * 100, encoding="utf-8")
     (tmp_path / "c.txt").write_bytes(b"\xff" * 300)
+    (tmp_path / "few.txt").write_text("hardly anything")
+    (tmp_path / "nul.txt").write_text("no text\0" * 100)
     (tmp_path / "d.bin").write_text("no " * 100)
     assert [Path(d.name).name for d in documents([], [tmp_path])] == ["b.txt", "a.md"]
     assert documents([], [tmp_path / "d.bin"])[0].text.startswith("no")
@@ -68,7 +73,7 @@ def test_held_out_texts_are_never_trained_on(learned):
             tokenize(found, learned, share)
 
 
-def test_ids_are_kept_for_the_next_time(learned, tmp_path):
+def test_ids_are_kept_for_the_next_time(learned, tmp_path, tmp_path_factory):
     found = [Document("a", "the cat"), Document("b", f"a hat {END}"), Document("c", "1234")]
     share = next(s / 16 for s in range(1, 16) if 0 < sum(is_held_out(d, s / 16) for d in found) < 3)
     first = tokenize(found, learned, share, tmp_path)
@@ -78,6 +83,12 @@ def test_ids_are_kept_for_the_next_time(learned, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     tokenize(found[::-1], learned, share, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+    sides = {s: {d.name for d in found if is_held_out(d, s)} for s in (n / 64 for n in range(1, 64))}
+    other = next(s for s, held in sides.items() if 0 < len(held) < 3 and held != sides[share])
+    words = learn_tokenizer(["the cat " * 20], 300, tmp_path_factory.mktemp("other"))
+    for tokenizer, part in ((learned, other), (words, share)):  # not what is kept: it was of another side, or words
+        want = tokenize(found, tokenizer, part).digest
+        assert tokenize(found, tokenizer, part, tmp_path).digest == want != first.digest
     assert Streams(first.held_out, first.train).digest != first.digest
 
 
