@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import takewhile
@@ -13,8 +14,8 @@ from operator import or_
 import torch
 
 from longdraft.capture import NOTHING
-from longdraft.config import DraftConfig, draft_key
-from longdraft.core import Batch, Proposal, Row, Sequence, Status
+from longdraft.config import AutoDraft, DraftConfig, draft_key
+from longdraft.core import Batch, Choice, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import Beside, make
 from longdraft.engine.control import Control, OwnDrafts
@@ -45,6 +46,16 @@ class Runner:
         self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
 
+    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
+        """What control chooses for the decoding rows of a step, once the draft that it asks has said its guesses."""
+        config, rows = self.control.asked, [seq for seq in seqs if isinstance(seq.draft, AutoDraft)]
+        if config is None or not rows:
+            return self.control.choose(seqs, {})
+        self._users[draft_key(config)].update(seq.id for seq in rows)
+        asked = [DraftRow(seq, config.gamma) for seq in rows]
+        tokens = self.draft(config).propose(asked, sampled=False).tokens
+        return self.control.choose(seqs, {seq.id: guess for seq, guess in zip(rows, tokens, strict=True)})
+
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
         """The batch with proposals for the rows that have a draft and room, one group per draft and rule.
 
@@ -68,20 +79,7 @@ class Runner:
                 rows[i] = self._with_proposal(rows[i], proposal.tokens[n])
                 rows[i].seq.stats.draft_s += seconds
             log_q |= _by_row(proposal, [rows[i] for i in members])
-        self._guess(rows)
         return replace(batch, rows=rows, draft_s=draft_s), log_q
-
-    def _guess(self, rows: list[Row]) -> None:
-        """Let the drafts aside say what they would propose."""
-        groups: dict[DraftConfig, list[int]] = defaultdict(list)
-        for i, row in enumerate(rows):
-            if row.choice.aside:
-                groups[row.choice.aside].append(i)
-        for config, members in groups.items():
-            asked = [DraftRow(rows[i].seq, config.gamma) for i in members]
-            self._users[draft_key(config)].update(row.seq.id for row in asked)
-            for i, tokens in zip(members, self.draft(config).propose(asked, sampled=False).tokens, strict=True):
-                rows[i] = replace(rows[i], guess=tuple(tokens))
 
     @property
     def select_s(self) -> float:

@@ -7,6 +7,8 @@ import pytest
 
 from longdraft.config import AutoDraft, DraftConfig, EngineConfig
 from longdraft.core import Choice
+from longdraft.drafts.base import DraftRow
+from longdraft.drafts.ngram import NGram
 from longdraft.engine.engine import Engine
 from longdraft.errors import InvalidValueError
 from longdraft.kernels import native
@@ -29,7 +31,7 @@ from tests.exact.test_contract import (
 from tests.unit.recorded import Flat
 
 AUTO = AutoDraft()
-ASIDE = DraftConfig(weights="ngram", gamma=8)
+ASKED = DraftConfig(weights="ngram", gamma=8)
 
 
 class AtRandom:
@@ -37,8 +39,14 @@ class AtRandom:
 
     def __init__(self, drafts, seed=0):
         self.drafts, self.rng, self.used, self.deck = tuple(drafts), random.Random(seed), set(), []
+        self.asked = ASKED
 
-    def choose(self, seqs):
+    def choose(self, seqs, guesses):
+        asked = [seq for seq in seqs if isinstance(seq.draft, AutoDraft)]
+        if self.rng.random() < 0.1:
+            rows = [DraftRow(seq, ASKED.gamma) for seq in asked]
+            assert list(guesses.values()) == NGram().propose(rows, sampled=False).tokens
+        assert list(guesses) == [seq.id for seq in asked]
         return [self.choice() if isinstance(seq.draft, AutoDraft) else seq.own_choice for seq in seqs]
 
     def choice(self):
@@ -48,8 +56,7 @@ class AtRandom:
             draft = replace(self.deck.pop(), gamma=rng.randint(1, 6))
             self.used.add(replace(draft, gamma=1))
         dropped = tuple(rng.sample(self.drafts, 2)) if rng.random() < 0.1 else ()
-        aside = ASIDE if rng.random() < 0.5 else None
-        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped, aside)
+        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped)
 
     def told(self, seq):
         return tuple(self.rng.sample(self.drafts, 3)) if isinstance(seq.draft, AutoDraft) else seq.own_choice.told
@@ -195,7 +202,10 @@ class Scripted(AtRandom):
 
     def __init__(self):
         super().__init__([DraftConfig(weights="ngram", gamma=1)])
-        self.steps = 0
+        self.steps, self.asked = 0, None
+
+    def choose(self, seqs, guesses):
+        return [self.choice() for _ in seqs]
 
     def choice(self):
         self.steps += 1
