@@ -132,7 +132,7 @@ def test_what_prices_say_of_a_measured_speedup():
     assert predicted_speedup(llm, arm, rows, turns, turns) == pytest.approx(1.25)
     prices.target = lambda lengths, fed: 1.0 + 0.1 * sum(n > 2 for n in fed)  # a row's third token costs more
     assert predicted_speedup(llm, arm, rows, turns, turns) == pytest.approx(2.5 / 2.2)
-    fewer = replace(turns, drafted=[20, 7])  # in a third of the rounds, so in neither row
+    fewer = replace(turns, drafted=[20, 4])  # in a fifth of the rounds, so in neither of two rows
     assert predicted_speedup(llm, arm, rows, turns, fewer) == pytest.approx(1.25)
     for fed, seconds in [([1, 1], 1.0), ([3, 3], 1.4)] * 30:  # and twice as much as that today
         control.pace.observe(target_kind(rows), seconds, 1.0, prices.target(rows, fed) - 1)

@@ -319,8 +319,8 @@ def test_pace_is_that_of_passes_and_not_of_looking_things_up():
         lengths = [seq.num_committed - 3 for seq in seqs]
         seconds = EPYC.target(lengths, [3] * 4) * (1 if n else 3)
         control.observe(rounds, seconds + 2e-3, {NGRAM: 2e-3})
-    base, more = control.pace.factors(target_kind(lengths))
-    assert (base, more) == pytest.approx((1, 1), rel=0.03)
+        if n:
+            assert control.pace.factors(target_kind(lengths)) == pytest.approx((1, 1), rel=0.03)
 
 
 @pytest.mark.parametrize(("draft_s", "starts"), [(0.88, False), (0.84, True)])  # 1.9 tokens in 1.88 or 1.84 s

@@ -56,6 +56,8 @@ def test_a_guess_is_followed_to_its_end_where_less_of_it_is_proposed():
     short = ([2, 3], LONG_GUESS[1:], True), ([9], LONG_GUESS[3:], False)
     *_, tried, stood = watched(sequence(0, 10), ([1], LONG_GUESS, False), *short)
     assert (tried, stood) == ([1] * 4, [1, 1, 1, 0])
+    *_, tried, _ = watched(sequence(0, 10), (list(LONG_GUESS), LONG_GUESS * 2, False), kind=3)
+    assert tried == [1] * 4  # at its eighth token, as no more are used
 
 
 def test_rows_whose_text_begins_to_repeat_itself_are_drafted_for_at_once():
