@@ -24,6 +24,7 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 
+MOST_LOGITS = 1 << 28  # bytes of a step's logits that are kept for the next one's
 MOST_IDLE = 8  # drafts that are kept though they know no sequence: what they are made of may take memory
 
 
@@ -45,6 +46,7 @@ class Runner:
         self._users: defaultdict[DraftConfig, set[int]] = defaultdict(set)  # sequences that a draft may know
         self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
+        self._logits = torch.empty(0, 0)  # memory for a step's
 
     def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
         """What control chooses for the decoding rows of a step, once the draft that it asks has said its guesses."""
@@ -106,13 +108,17 @@ class Runner:
         return draft
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store."""
+        """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store.
+
+        They may be overwritten by the next step's.
+        """
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
         needs = [reduce(or_, (self._of(row.seq, c).needs for c in row.choice.told), NOTHING) for row in batch.rows]
         self._observation = observation = Observation(self.model, batch.rows, needs)
-        return feed(self.model, self.store, feeds, capture=observation.capture)
+        out = self._room(sum(f.num_first + f.num_logits for f in feeds))
+        return feed(self.model, self.store, feeds, capture=observation.capture, out=out)
 
     def follow(self, batch: Batch) -> None:
         """After a step has been committed: let the drafts of its sequences take in, or give up, what is final now."""
@@ -143,6 +149,20 @@ class Runner:
         for key, draft in self._drafts.items():
             draft.release(seq.id)
             self._users[key].discard(seq.id)
+
+    def _room(self, rows: int) -> torch.Tensor | None:
+        """``[rows, V]`` for the logits of a fused pass, in the same memory at every step, unless they are very many.
+
+        Proposals make the number of rows differ from step to step, and for each new size the system may have to find
+        memory once more: milliseconds for a dozen rows.
+        """
+        vocab = self.model.config.vocab_size
+        most = MOST_LOGITS // (vocab * torch.float32.itemsize)
+        if not self.model.fused or rows > most:
+            return None
+        if rows > len(self._logits):
+            self._logits = torch.empty(min(most, max(rows, 2 * len(self._logits))), vocab)
+        return self._logits[:rows]
 
     def _of(self, seq: Sequence, config: DraftConfig) -> Draft:
         """A draft of a sequence, which it may know from now on."""

@@ -39,11 +39,13 @@ def feed(
     layers: Sequence[int] | None = None,
     capture: Capture | None = None,
     decode: Decode | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view.
 
     Only ``layers`` run, where they are given; the caches of the others stay as they are. ``capture`` is filled in.
-    ``decode`` says where the pages of the selected view lie, if that is not in ``store``.
+    ``decode`` says where the pages of the selected view lie, if that is not in ``store``. ``out``: see
+    ``Transformer.forward``.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -64,4 +66,4 @@ def feed(
     ids_t, positions_t, at_t = (
         torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, logits_at)
     )
-    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture)
+    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture, out)

@@ -263,7 +263,8 @@ class Controller:
         """
         if not any(r.row.seq.stats.verify_passes == 1 for r in rounds):
             base = self.prices.target(lengths, [1] * len(rounds))
-            more = self.prices.target(lengths, [1 + len(r.row.proposal) for r in rounds]) - base
+            fed = [1 + len(r.row.proposal) for r in rounds]
+            more = self.prices.target(lengths, fed) - base if any(r.row.proposal for r in rounds) else 0.0
             self.pace.observe(target_kind(lengths), seconds - sum(draft_s.values()), base, more)
         for config, spent in draft_s.items():
             draft = draft_key(config)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import exp, log, sqrt
 
-import torch
+import numpy as np
 
 NOISE = 0.06**2  # variance of one observation
 HOPE = 0.5  # standard deviations by which a kind that was never seen is hoped to be faster
@@ -33,16 +33,14 @@ class Pace:
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._means: list[float] = []
-        self._drift = torch.zeros(0, dtype=torch.float64)
-        self._cov = torch.zeros(0, 0, dtype=torch.float64)
+        self._mean, self._drift, self._cov = np.zeros(0), np.zeros(0), np.zeros((0, 0))
         self._seen: set[Hashable] = set()
         self._machine = self._places(("machine",), (MACHINE,))
 
     def factors(self, kind: Kind) -> tuple[float, float]:
         """By which to multiply the two parts of a price."""
         hope = 0.0 if kind[-1] in self._seen else HOPE * sqrt(sum(start for start, _ in BASE[: len(kind)]))
-        base = self._means[0] + self._sum(kind) - hope
+        base = self._mean[0] + self._sum(kind) - hope
         return exp(base), exp(base + self._sum(_more(kind)))
 
     def observe(self, kind: Kind, seconds: float, base: float, more: float = 0.0) -> None:
@@ -51,33 +49,32 @@ class Pace:
             return
         parts = self._machine + self._places(kind, BASE)
         extra = self._places(_more(kind), MORE) if more > 0 else []
-        added = more * exp(sum(self._means[i] for i in extra))
+        added = more * exp(self._mean[extra].sum())
         share = added / (base + added)  # by how much the logarithm of the seconds moves with log b
-        weights = self._cov.new_tensor([1.0] * len(parts) + [share] * len(extra))
-        self._cov.diagonal().add_(self._drift)
-        along = weights @ self._cov[parts + extra]
-        total = float(weights @ along[parts + extra]) + NOISE
-        surprise = log(seconds / (base + added)) - sum(self._means[i] for i in parts)
+        weights, places = np.array([1.0] * len(parts) + [share] * len(extra)), parts + extra
+        self._cov.flat[:: len(self._mean) + 1] += self._drift
+        along = weights @ self._cov[places]
+        total = weights @ along[places] + NOISE
+        surprise = log(seconds / (base + added)) - self._mean[parts].sum()
         known = not self._seen or kind[-1] in self._seen  # else one burst of other work would condemn it for good
         limit = (OUTLIER if known else FIRST) * sqrt(total)
-        step = min(max(surprise, -limit), limit) / total
-        self._means = [mean + step * gain for mean, gain in zip(self._means, along.tolist(), strict=True)]
+        self._mean += along * (min(max(surprise, -limit), limit) / total)
         if abs(surprise) <= limit:  # an outlier makes nothing more certain
-            self._cov.addr_(along, along, alpha=-1 / total)
+            self._cov -= np.outer(along, along / total)
         self._seen.add(kind[-1])
 
     def _sum(self, kind: Kind) -> float:
         """Of the constants of a kind, as far as there are any."""
-        return sum(self._means[self._numbers[name]] for name in kind if name in self._numbers)
+        return sum(self._mean[self._numbers[name]] for name in kind if name in self._numbers)
 
     def _places(self, kind: Kind, sizes: Sizes) -> list[int]:
         """The numbers of a kind's constants, new ones among them."""
         for name, (start, drift) in zip(kind, sizes, strict=False):
             if name not in self._numbers:
-                self._numbers[name] = len(self._means)
-                self._means.append(0.0)
-                self._drift = torch.cat([self._drift, self._drift.new_tensor([drift])])
-                self._cov = torch.block_diag(self._cov, self._cov.new_tensor([[start]]))
+                self._numbers[name] = len(self._mean)
+                self._mean, self._drift = np.append(self._mean, 0.0), np.append(self._drift, drift)
+                self._cov = np.pad(self._cov, (0, 1))
+                self._cov[-1, -1] = start
         return [self._numbers[name] for name in kind]
 
 
