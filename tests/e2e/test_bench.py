@@ -15,6 +15,7 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.bench.predict import predicted_speedup
+from longdraft.bench.turns import touch
 from longdraft.cli.app import app
 from longdraft.cli.bench import _lines, make_arms
 from longdraft.config import AutoDraft
@@ -22,6 +23,7 @@ from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityEr
 from longdraft.outputs import ControlStats
 from longdraft.planner.batch import draft_kind, target_kind
 from longdraft.planner.control import Controller
+from longdraft.sampling_params import SamplingParams
 from tests.e2e.command import longdraft
 from tests.unit.recorded import INT8, Flat
 
@@ -121,6 +123,21 @@ def test_rows_of_several_lengths_in_one_batch(llm):
     assert auto.over_fixed.arm in ("plain", "ngram γ2")
     slower = fixed if fixed.spec_tok_s > fixed.plain_tok_s else replace(fixed, spec_tok_s=fixed.plain_tok_s)
     assert auto.over_fixed.arm == ("ngram γ2" if slower is fixed else "plain")
+
+
+def test_pages_are_touched_before_they_are_needed(llm):
+    """Those that a row grows into are handed out once, which empties them, and are free again."""
+    engine, store = llm.engine, llm.engine.store
+    seq = engine.sequence(engine.add(list(range(40)), SamplingParams(max_tokens=50, ignore_eos=True)))
+    while not seq.decoding:
+        engine.step()
+    (held,), free = store.tables([seq.id], [40]), store.num_free_pages
+    others = [page for page in range(store.num_pages) if page not in held]
+    store.k[:, others] = 1
+    touch(llm, [seq])
+    assert store.num_free_pages == free
+    assert sum(not store.k[:, page].any() for page in others) == store.pages_for(90) - len(held)
+    engine.abort(seq.id)
 
 
 def test_what_prices_say_of_a_measured_speedup():
