@@ -46,7 +46,7 @@ class Runner:
         self._users: defaultdict[DraftConfig, set[int]] = defaultdict(set)  # sequences that a draft may know
         self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
-        self._logits = torch.empty(0, 0)  # memory for a step's
+        self._logits = torch.empty(0, model.config.vocab_size)  # memory for a step's
 
     def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
         """What control chooses for the decoding rows of a step, once the draft that it asks has said its guesses."""

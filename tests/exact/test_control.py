@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +29,7 @@ from tests.exact.test_contract import (
     request_of,
     speculated,
 )
-from tests.unit.recorded import Flat
+from tests.unit.recorded import Flat, sequence
 
 AUTO = AutoDraft()
 ASKED = DraftConfig(weights="ngram", gamma=8)
@@ -190,6 +191,18 @@ def test_the_real_control_in_a_crowded_engine(tiny):
     spent = control.stats
     assert spent.rounds.total() + spent.off.total() == sum(seq.stats.verify_passes for seq in seqs)
     assert sum(seq.stats.control.seconds for seq in seqs) == pytest.approx(spent.seconds)
+
+
+def test_what_is_asked_says_its_guesses_before_the_choice(tiny):
+    """Of the rows that leave the draft open, as many tokens as are asked for, up to date with the newest token."""
+    engine = make_engine(tiny)
+    engine.runner.control = SimpleNamespace(asked=ASKED, choose=lambda seqs, guesses: guesses)
+    auto, plain = (replace(sequence(i, 0), ids=[1, 2, 3, 4] * 5, draft=draft) for i, draft in enumerate((AUTO, None)))
+    assert engine.runner.choose([auto, plain]) == {0: [1, 2, 3, 4] * 2}
+    auto.ids.append(1)
+    assert engine.runner.choose([plain, auto]) == {0: [2, 3, 4, 1] * 2}
+    engine.runner.control.asked = None
+    assert engine.runner.choose([auto, plain]) == {}
 
 
 def test_without_a_control_nothing_can_be_left_open(tiny):

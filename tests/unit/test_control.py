@@ -418,6 +418,15 @@ def test_waking_is_priced_and_idle_states_are_dropped():
     assert 7 / 0.5 - 9 < gone - off < 7 / 0.5 + 12  # ms to wake it, over ms per pass: as soon as it cost as much
 
 
+def test_the_usual_rate_is_that_of_the_rows_at_hand():
+    control, seq = Controller(EPYC, DRAFTS), sequence(0, 7000)
+    for _ in range(5):
+        answer(control, [seq], 2)
+    assert control._came / control._took == pytest.approx(3 / control._now.plan.seconds, rel=0.2)
+    control.choose([sequence(1, 100)])
+    assert (control._came, control._took) == (0, 0)
+
+
 def test_a_fork_has_its_sources_states_and_the_dead_have_none():
     control, (source, child) = Controller(EPYC, DRAFTS), (sequence(0, 7000), sequence(1, 7000))
     answer(control, [source], 9)
