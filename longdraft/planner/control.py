@@ -184,7 +184,7 @@ class Controller:
         if not same:
             self._came = self._took = 0.0
             known = set(standing.ids) if standing else set()
-            self.trials.welcome(len(set(ids) - known) / len(ids), plain)
+            self.trials.welcome(len(set(ids) - known) / len(ids), plain, self._step)
         else:
             self._drop_idle(problem, plan, self._step - standing.made)
         if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None, self._watched}:

@@ -381,8 +381,12 @@ def test_plain_decoding_is_measured_again_only_where_the_gain_is_in_doubt():
 def test_new_rows_bring_credit_for_trials():
     """Of whose text nothing is known yet: as much as a plain step of them takes."""
     trials, plain = Trials([False]), Problem(OneBatch(EPYC, [INT8], [7000] * 4), [], [8] * 4).plain()
-    trials.welcome(0.5, plain)
+    trials._drafts[0].put_off(10)
+    trials.welcome(0.5, plain, 11)
     assert trials.credit == pytest.approx(plain.seconds / 2)
+    assert trials._drafts[0].due > 20
+    trials.welcome(0.75, plain, 11)
+    assert trials._drafts[0].due == 12  # what was seen of others' texts has had its time
 
 
 # --- states of drafts
