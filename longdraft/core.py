@@ -148,16 +148,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """Who proposes for a row in one step (γ in its config), who is told of the pass, whose state is dropped.
-
-    ``aside`` is asked for a guess that is not verified, to see how much of it would have stood; only a draft that runs
-    no pass may be.
-    """
+    """Who proposes for a row in one step (γ in its config), who is told of the pass, whose state is dropped."""
 
     draft: DraftConfig | None = None
     told: tuple[DraftConfig, ...] = ()
     dropped: tuple[DraftConfig, ...] = ()
-    aside: DraftConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -166,8 +161,7 @@ class Row:
 
     Tokens are drawn after the last ``num_logits`` of all these: none in the middle of a prompt, one for plain decoding
     and at the end of a prompt, 1…γ+1 when proposals are verified. ``room`` more tokens have pages reserved. After the
-    first ``num_scored`` tokens logits are wanted to score the prompt's next token. ``guess`` is what the draft aside
-    says, where there is one.
+    first ``num_scored`` tokens logits are wanted to score the prompt's next token.
     """
 
     seq: Sequence
@@ -177,7 +171,6 @@ class Row:
     room: int = 0
     proposal: tuple[int, ...] = ()
     choice: Choice = Choice()
-    guess: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> list[int]:

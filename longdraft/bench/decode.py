@@ -30,7 +30,7 @@ from longdraft.bench import (
 from longdraft.bench.machine import Load, MemoryRoof, disturbed, plain_step_cost
 from longdraft.bench.predict import predicted_speedup
 from longdraft.bench.simulate import assumed, continuations
-from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, resolved, told, turn
+from longdraft.bench.turns import OnProgress, Rows, end, fill, fork, require_pages, resolved, told, touch, turn
 from longdraft.config import AutoDraft
 from longdraft.drafts.base import Draft
 from longdraft.errors import ContextLengthError, InvalidValueError
@@ -184,6 +184,7 @@ class Contest:
         self.close()
         for arm, sources in self.sources.items():
             self.rows[arm] = fork(self.llm, sources, arm)
+        touch(self.llm, [seq for rows in self.rows.values() for seq in rows])
         for rows in self.rows.values():
             turn(self.llm, rows, 1)
 

@@ -80,6 +80,18 @@ def told(llm: LLM, rows: Rows, arms: Iterable[Arm]) -> Iterator[None]:
         del engine.control.told  # the class's method is visible again
 
 
+def touch(llm: LLM, rows: Rows) -> None:
+    """Take the pages that ``rows`` will grow into, and give them back.
+
+    The system finds memory for a page when it is first used: milliseconds, which no arm is to be charged for.
+    """
+    store = llm.engine.store
+    for seq in rows:
+        store.reserve(seq.id, seq.num_committed, seq.max_total - seq.num_committed)
+    for seq in rows:
+        store.truncate(seq.id, seq.num_committed)
+
+
 def end(llm: LLM, rows: Rows) -> None:
     """Abort what is not finished."""
     for seq in rows:

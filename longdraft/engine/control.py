@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -13,9 +14,10 @@ class Control(Protocol):
     """Chooses drafts. Nothing that it answers changes what a request returns."""
 
     drafts: tuple[DraftConfig, ...]  # those that may be chosen where a request leaves it open
+    asked: DraftConfig | None  # one that runs no pass: before every choice it says what it would propose
 
-    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
-        """For the decoding rows of a step, all of them."""
+    def choose(self, seqs: Seq[Sequence], guesses: Mapping[int, Seq[int]]) -> list[Choice]:
+        """For the decoding rows of a step, all of them; ``guesses`` of the draft ``asked``, by sequence id."""
 
     def told(self, seq: Sequence) -> tuple[DraftConfig, ...]:
         """The drafts that follow a sequence: their needs are captured, and they take in its prompt."""
@@ -34,8 +36,9 @@ class OwnDrafts:
     """Every request has the draft that it named, at every step."""
 
     drafts: tuple[DraftConfig, ...] = ()
+    asked: DraftConfig | None = None
 
-    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
+    def choose(self, seqs: Seq[Sequence], guesses: Mapping[int, Seq[int]]) -> list[Choice]:
         """See ``Control``."""
         return [seq.own_choice for seq in seqs]
 

@@ -54,7 +54,8 @@ class Engine:
         }
         self.control = control or OwnDrafts()
         self.runner = Runner(model, self.store, small, config.max_num_seqs, self.control)
-        self.scheduler = Scheduler(config, self.store, self.runner.fork, self.runner.release, self.control)
+        runner = self.runner
+        self.scheduler = Scheduler(config, self.store, runner.fork, runner.release, self.control, runner.choose)
         self.stats = EngineStats()
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
         self._ids = count()
@@ -176,6 +177,7 @@ class Engine:
         if not batch.prefill:
             stats.decode_tokens += sum(len(output.tokens) for output in outputs)
             self.control.observe(rounds, seconds, batch.draft_s)
+            stats.decode_s += time.perf_counter() - started - seconds  # taking note of it is part of the step
         return outputs
 
     def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> tuple[list[StepOutput], list[Round]]:

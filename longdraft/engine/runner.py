@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import takewhile
@@ -13,8 +14,8 @@ from operator import or_
 import torch
 
 from longdraft.capture import NOTHING
-from longdraft.config import DraftConfig, draft_key
-from longdraft.core import Batch, Proposal, Row, Sequence, Status
+from longdraft.config import AutoDraft, DraftConfig, draft_key
+from longdraft.core import Batch, Choice, Proposal, Row, Sequence, Status
 from longdraft.drafts.base import Draft, DraftRow
 from longdraft.drafts.registry import Beside, make
 from longdraft.engine.control import Control, OwnDrafts
@@ -23,6 +24,7 @@ from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, feed
 from longdraft.models.transformer import Transformer
 
+MOST_LOGITS = 1 << 28  # bytes of a step's logits that are kept for the next one's
 MOST_IDLE = 8  # drafts that are kept though they know no sequence: what they are made of may take memory
 
 
@@ -44,6 +46,17 @@ class Runner:
         self._users: defaultdict[DraftConfig, set[int]] = defaultdict(set)  # sequences that a draft may know
         self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
+        self._logits = torch.empty(0, model.config.vocab_size)  # memory for a step's
+
+    def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
+        """What control chooses for the decoding rows of a step, once the draft that it asks has said its guesses."""
+        config, rows = self.control.asked, [seq for seq in seqs if isinstance(seq.draft, AutoDraft)]
+        if config is None or not rows:
+            return self.control.choose(seqs, {})
+        self._users[draft_key(config)].update(seq.id for seq in rows)
+        asked = [DraftRow(seq, config.gamma) for seq in rows]
+        tokens = self.draft(config).propose(asked, sampled=False).tokens
+        return self.control.choose(seqs, {seq.id: guess for seq, guess in zip(rows, tokens, strict=True)})
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
         """The batch with proposals for the rows that have a draft and room, one group per draft and rule.
@@ -68,20 +81,7 @@ class Runner:
                 rows[i] = self._with_proposal(rows[i], proposal.tokens[n])
                 rows[i].seq.stats.draft_s += seconds
             log_q |= _by_row(proposal, [rows[i] for i in members])
-        self._guess(rows)
         return replace(batch, rows=rows, draft_s=draft_s), log_q
-
-    def _guess(self, rows: list[Row]) -> None:
-        """Let the drafts aside say what they would propose."""
-        groups: dict[DraftConfig, list[int]] = defaultdict(list)
-        for i, row in enumerate(rows):
-            if row.choice.aside:
-                groups[row.choice.aside].append(i)
-        for config, members in groups.items():
-            asked = [DraftRow(rows[i].seq, config.gamma) for i in members]
-            self._users[draft_key(config)].update(row.seq.id for row in asked)
-            for i, tokens in zip(members, self.draft(config).propose(asked, sampled=False).tokens, strict=True):
-                rows[i] = replace(rows[i], guess=tuple(tokens))
 
     @property
     def select_s(self) -> float:
@@ -108,13 +108,17 @@ class Runner:
         return draft
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store."""
+        """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store.
+
+        They may be overwritten by the next step's.
+        """
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
         needs = [reduce(or_, (self._of(row.seq, c).needs for c in row.choice.told), NOTHING) for row in batch.rows]
         self._observation = observation = Observation(self.model, batch.rows, needs)
-        return feed(self.model, self.store, feeds, capture=observation.capture)
+        out = self._room(sum(f.num_first + f.num_logits for f in feeds))
+        return feed(self.model, self.store, feeds, capture=observation.capture, out=out)
 
     def follow(self, batch: Batch) -> None:
         """After a step has been committed: let the drafts of its sequences take in, or give up, what is final now."""
@@ -145,6 +149,20 @@ class Runner:
         for key, draft in self._drafts.items():
             draft.release(seq.id)
             self._users[key].discard(seq.id)
+
+    def _room(self, rows: int) -> torch.Tensor | None:
+        """``[rows, V]`` for the logits of a fused pass, in the same memory at every step, unless they are very many.
+
+        Proposals make the number of rows differ from step to step, and for each new size the system may have to find
+        memory once more: milliseconds for a dozen rows.
+        """
+        vocab = self.model.config.vocab_size
+        most = MOST_LOGITS // (vocab * torch.float32.itemsize)
+        if not self.model.fused or rows > most:
+            return None
+        if rows > len(self._logits):
+            self._logits = torch.empty(min(most, max(rows, 2 * len(self._logits))), vocab)
+        return self._logits[:rows]
 
     def _of(self, seq: Sequence, config: DraftConfig) -> Draft:
         """A draft of a sequence, which it may know from now on."""

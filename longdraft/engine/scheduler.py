@@ -28,11 +28,16 @@ class Scheduler:
         on_fork: Callable[[Sequence, Sequence], None] | None = None,
         on_release: Callable[[Sequence], None] | None = None,
         control: Control | None = None,
+        choose: Callable[[list[Sequence]], list[Choice]] | None = None,
     ) -> None:
-        """Who else keeps something by sequence is told when one shares the pages of another, or loses its own."""
+        """Who else keeps something by sequence is told when one shares the pages of another, or loses its own.
+
+        ``choose`` answers for the decoding rows of a step; without it all have the drafts that they named.
+        """
         self.config, self.store, self.control = config, store, control or OwnDrafts()
         self._on_fork = on_fork or (lambda source, child: None)
         self._on_release = on_release or (lambda seq: None)
+        self._choose = choose or (lambda seqs: [seq.own_choice for seq in seqs])
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
@@ -114,7 +119,7 @@ class Scheduler:
                 rows.append(Row(seq, num_tokens=1, num_logits=1))
         rows = [row for row in rows if row.seq.status is Status.RUNNING]
         # Only when every row has room for its one token do proposals get what is left; nobody is preempted for them.
-        choices = self.control.choose([row.seq for row in rows]) if rows else []
+        choices = self._choose([row.seq for row in rows]) if rows else []
         pairs = zip(rows, choices, strict=True)
         return [replace(row, choice=choice, room=self._room(row.seq, choice.draft)) for row, choice in pairs]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 
@@ -48,6 +49,9 @@ class PagedStore:
         for storage in (self.k, self.v):
             use_huge_pages(storage)
         self.layers = [LayerKV(k, v) for k, v in zip(self.k, self.v, strict=True)]
+        # By one thread: those that torch would take go on looking for work while the next pass runs.
+        on_cpu = self.k.device.type == "cpu"
+        self._by_page = [x.view(torch.uint8).numpy() if on_cpu else x for x in (self.k, self.v)]
         self._tables: dict[int, list[int]] = {}
         self._pool = Pool(num_pages)
         self._scratch: LayerKV | None = None
@@ -99,13 +103,13 @@ class PagedStore:
         table, total = self._tables.setdefault(row, []), self.pages_for(length + extra)
         for i in self._shared(row, length, extra):
             (page,) = self._pool.take(1)
-            self.k[:, page], self.v[:, page] = self.k[:, table[i]], self.v[:, table[i]]
+            for storage in self._by_page:
+                storage[:, page] = storage[:, table[i]]
             self._pool.release([table[i]])
             table[i] = page
         fresh = self._pool.take(max(0, total - len(table)))
-        if fresh:
-            self.k[:, fresh] = 0
-            self.v[:, fresh] = 0
+        for page, storage in product(fresh, self._by_page):
+            storage[:, page] = 0
         table.extend(fresh)
         return True
 

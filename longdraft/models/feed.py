@@ -39,11 +39,13 @@ def feed(
     layers: Sequence[int] | None = None,
     capture: Capture | None = None,
     decode: Decode | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits ``[R, V]`` of the wanted tokens in row order. Attention reads what ``select`` leaves of the full view.
 
     Only ``layers`` run, where they are given; the caches of the others stay as they are. ``capture`` is filled in.
-    ``decode`` says where the pages of the selected view lie, if that is not in ``store``.
+    ``decode`` says where the pages of the selected view lie, if that is not in ``store``. ``out``: see
+    ``Transformer.forward``.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -64,4 +66,4 @@ def feed(
     one = torch.tensor([x for part in parts for x in part]).to(model.device)  # every tensor made apart takes its time
     ids_t, positions_t, slots_t, at_t = one.split([len(part) for part in parts])
     plan = AttnPlan(view, torch.tensor(starts), slots_t, max(positions) + 1, decode or own)
-    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture)
+    return model.forward(ids_t, positions_t, plan, store.layers, at_t, layers, capture, out)

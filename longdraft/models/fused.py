@@ -57,10 +57,12 @@ class FusedDecoder:
         logits_at: torch.Tensor,
         layers: Sequence[int] | None = None,
         capture: Capture | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Transformer.forward``."""
         steps = native.NativePlan(plan, self.heads, self.layout, self.spec)
-        logits = torch.empty(len(logits_at), self.vocab_size)
+        logits = torch.empty(len(logits_at), self.vocab_size) if out is None else out
+        assert logits.is_contiguous() and logits.shape == (len(logits_at), self.vocab_size)
         native.runtime().forward(
             self.decoder,
             steps.handle,

@@ -86,11 +86,12 @@ class Transformer:
         logits_at: torch.Tensor,  # [R] flat tokens whose next-token logits are wanted
         layers: Sequence[int] | None = None,  # those to run, in order; None: all
         capture: Capture | None = None,  # to be filled in
+        out: torch.Tensor | None = None,  # [R, V], of a fused pass: where its logits go
     ) -> torch.Tensor:
         """Write the tokens' K and V to ``plan.slots`` and return logits ``[R, V]`` in the compute type."""
         if self._fused is None:
             return self.forward_by_parts(ids, positions, plan, kv, logits_at, layers, capture)
-        return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers, capture)
+        return self._fused.forward(ids, self.rotary(positions, plan), plan, kv, logits_at, layers, capture, out)
 
     def rotary(self, positions: torch.Tensor, plan: AttnPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of a step's positions, ``[N, D/2]`` each."""

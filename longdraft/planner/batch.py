@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import log2
 
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
@@ -21,10 +21,9 @@ def situation(lengths: Sequence[int]) -> tuple[int, int]:
     return round(log2(len(lengths))), round(log2(1 + sum(lengths) / len(lengths)))
 
 
-def verify_kind(tokens: Sequence[float], lengths: Sequence[int]) -> Kind:
-    """The kind of a target's pass, for its pace: tokens per row, plain ones apart, and that in a situation."""
-    kind = "target", ceil(sum(tokens) / len(tokens))
-    return kind, (*kind, *situation(lengths))
+def target_kind(lengths: Sequence[int]) -> Kind:
+    """The kind of a target's pass over rows of some lengths, for its pace."""
+    return ("target",), ("target", *situation(lengths))
 
 
 def draft_kind(number: int, lengths: Sequence[int]) -> Kind:
@@ -37,7 +36,8 @@ def draft_kind(number: int, lengths: Sequence[int]) -> Kind:
 class BatchCosts:
     """See ``Costs``. ``choosing`` are the numbers of the rows that choose among all ``seqs`` of a step.
 
-    ``awake`` says of a draft's number which of the choosing rows it has a state of.
+    ``awake`` says of a draft's number which of the choosing rows it has a state of. ``asked`` is the number of the one
+    that is asked at every step, chosen or not: its proposals cost nothing more.
     """
 
     prices: Prices
@@ -46,16 +46,18 @@ class BatchCosts:
     seqs: Sequence[EngineSequence]
     choosing: Sequence[int]
     awake: Mapping[int, frozenset[int]]
+    asked: int | None = None
     lengths: list[int] = field(init=False)
     fed: list[int] = field(init=False)  # by all rows, where those that choose have no proposal
     constant: float = field(init=False)  # seconds, whatever is chosen
     _known: dict[int, list[float]] = field(default_factory=dict)
     _passes: dict[tuple[int, ...], float] = field(default_factory=dict)
-    _factors: dict[Kind, float] = field(default_factory=dict)
+    _factors: dict[Kind, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lengths = [seq.num_committed for seq in self.seqs]
         self.fed = [1 + (seq.own_choice.draft.gamma if seq.own_choice.draft else 0) for seq in self.seqs]
+        self._kind, self._plain = target_kind(self.lengths), self.prices.target(self.lengths, [1] * len(self.seqs))
         self.constant = sum(self.upkeep(number, rows) for number, rows in self.awake.items()) + self._own_drafts()
 
     def target(self, tokens: Sequence[int]) -> float:
@@ -65,16 +67,17 @@ class BatchCosts:
             fed = list(self.fed)
             for i, count in zip(self.choosing, tokens, strict=True):
                 fed[i] = count
-            price = self.prices.target(self.lengths, fed)
-            seconds = self.constant + self._factor(verify_kind(fed, self.lengths)) * price
-            plain = (1,) * len(key)  # whatever was observed: more tokens take no less time
-            self._passes[key] = seconds if key == plain else max(seconds, self.target(plain))
+            base, more = self._factor(self._kind)
+            added = self.prices.target(self.lengths, fed) - self._plain
+            self._passes[key] = self.constant + base * self._plain + more * added
         return self._passes[key]
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:
         """See ``Costs``."""
+        if number == self.asked:
+            return 0.0
         lengths = [self.lengths[self.choosing[i]] for i in rows]
-        seconds = self._factor(draft_kind(number, lengths)) * self.prices.draft(self.drafts[number], lengths, gammas)
+        seconds = self._factor(draft_kind(number, lengths))[0] * self.prices.draft(self.drafts[number], lengths, gammas)
         beside = self._beside(number)
         return seconds + sum(beside[i] for i in rows)
 
@@ -83,11 +86,11 @@ class BatchCosts:
         if not rows:
             return 0.0
         price = self.prices.upkeep(self.drafts[number], [self.lengths[self.choosing[i]] for i in rows])
-        return self._factor(OTHER) * price
+        return self._factor(OTHER)[0] * price
 
     def wake(self, number: int, row: int) -> float:
         """Seconds to give a draft its state of one of the choosing rows."""
-        return self._factor(OTHER) * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
+        return self._factor(OTHER)[0] * self.prices.wake(self.drafts[number], self.lengths[self.choosing[row]])
 
     def waking(self, number: int, row: int) -> float:
         """See ``Costs``."""
@@ -103,9 +106,9 @@ class BatchCosts:
             ]
         return self._known[number]
 
-    def _factor(self, kind: Kind) -> float:
+    def _factor(self, kind: Kind) -> tuple[float, float]:
         if kind not in self._factors:
-            self._factors[kind] = self.pace.factor(kind)
+            self._factors[kind] = self.pace.factors(kind)
         return self._factors[kind]
 
     def _own_drafts(self) -> float:
@@ -119,7 +122,7 @@ class BatchCosts:
             if config in self.drafts:
                 gammas = [self.fed[i] - 1 for i in rows]
                 lengths = [self.lengths[i] for i in rows]
-                factor = self._factor(draft_kind(self.drafts.index(config), lengths))
+                factor, _ = self._factor(draft_kind(self.drafts.index(config), lengths))
                 seconds += factor * self.prices.draft(config, lengths, gammas)
         return seconds
 

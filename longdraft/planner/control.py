@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from longdraft.config import AutoDraft, DraftConfig, draft_key
 from longdraft.core import Choice, Round, Status
 from longdraft.core import Sequence as EngineSequence
 from longdraft.drafts.registry import needs
 from longdraft.outputs import ControlStats
-from longdraft.planner.batch import BatchCosts, draft_kind, situation, verify_kind
+from longdraft.planner.batch import BatchCosts, draft_kind, situation, target_kind
 from longdraft.planner.evidence import Evidence
 from longdraft.planner.joint import Plan, Problem
 from longdraft.planner.pace import Pace
@@ -31,7 +32,7 @@ from longdraft.planner.watch import LONG
 SOONEST = 2  # steps for which a plan stands at first while its rows stay the same
 PLAN_EVERY, OFF_EVERY = 16, 64  # at most, and one without drafts
 SURPRISE = 1.5  # steps by which a plan must be missed, in tokens or in time, to be made anew at once
-FEW = 1 / 8  # of the rows: if the texts of more than these begin or end to repeat themselves, a plan is adapted
+USUAL = 1 - 1 / 32  # what the usual rate keeps from step to step of what it was
 BETTER = 1.02  # by so much another plan must be faster than the one that stands
 
 
@@ -45,7 +46,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Standing:
-    """The plan that stands for some rows, from the step on in which it was made."""
+    """The plan that stands for some rows, from the step on in which it was made; of drafts that run passes."""
 
     ids: tuple[int, ...]
     problem: Problem
@@ -53,7 +54,6 @@ class _Standing:
     plain: Plan
     reasons: list[str | None]
     situation: tuple[int, int]
-    kinds: list[int]  # of the guesses of the draft that is watched
     made: int
     began: int  # the step in which these rows came together
 
@@ -65,12 +65,17 @@ class _Standing:
 
 @dataclass(frozen=True)
 class _Step:
-    """What was chosen for a step. ``rows``: sequence id → its place in the plan; ``woken``: ids, of the draft."""
+    """What was chosen for a step. ``rows``: sequence id → its place in the plan; ``woken``: ids, of the draft.
+
+    ``guesses``: what the draft that is asked had said, by sequence id; ``trial``: whether something is tried.
+    """
 
     plan: Plan
     plain_s: float
     reasons: list[str | None]
     rows: dict[int, int]
+    guesses: Mapping[int, Sequence[int]]
+    trial: bool
     woken: set[int] = field(default_factory=set)
 
 
@@ -85,7 +90,7 @@ class Controller:
         self._watched = self.evidence.watched
         own = {number for number, draft in enumerate(self.drafts) if draft.own_model}  # nothing could tell them later
         self._lasting = sorted(own | ({self._watched} - {None}))
-        self._aside = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
+        self.asked = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts], self._watched)
         self.stats = ControlStats()
         self._labels = [draft.label for draft in self.drafts]
@@ -93,12 +98,15 @@ class Controller:
         self._rows: dict[int, _Row] = {}  # by sequence id
         self._step = 0
         self._standing: _Standing | None = None
+        self._came = self._took = 0.0  # tokens and seconds lately: the usual rate of these rows
         self._short, self._surprised = 0.0, False  # steps by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
 
     # --- the engine's interface
 
-    def choose(self, seqs: Sequence[EngineSequence]) -> list[Choice]:
+    def choose(
+        self, seqs: Sequence[EngineSequence], guesses: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> list[Choice]:
         """See ``Control``."""
         self._now = None
         choosing = [i for i, seq in enumerate(seqs) if isinstance(seq.draft, AutoDraft)]
@@ -107,12 +115,15 @@ class Controller:
             return choices
         self._step += 1
         standing = self._replan(seqs, choosing)
-        plan = self.trials.choose(standing.problem, standing.plan, standing.plain, self._step, standing.situation)
-        reasons = standing.reasons
-        if plan is not standing.plan:
-            measuring = plan is standing.plain
-            reasons = [MEASURING] * len(choosing) if measuring else why_off(standing.problem, plan, plan)
-        self._now = _Step(plan, standing.plain.seconds, reasons, {seqs[i].id: n for n, i in enumerate(choosing)})
+        problem, best = self._with_guesses(standing, guesses)
+        plan = self.trials.choose(problem, best, standing.plain, self._step, standing.situation)
+        measuring = plan is standing.plain is not best
+        reasons = [
+            None if gamma else MEASURING if measuring else was or LOW_ACCEPTANCE
+            for gamma, was in zip(plan.gammas, standing.reasons, strict=True)
+        ]
+        rows = {seqs[i].id: n for n, i in enumerate(choosing)}
+        self._now = _Step(plan, standing.plain.seconds, reasons, rows, guesses, plan is not best)
         for n, i in enumerate(choosing):
             choices[i] = self._choice(seqs[i], plan.drafts[n], plan.gammas[n])
         return choices
@@ -130,12 +141,14 @@ class Controller:
         lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
         self._observe_pace(rounds, lengths, seconds, draft_s, woken)
         blind = [r for r in woken if needs(r.row.choice.draft).tokens]
-        seen = self.evidence.observe(rounds, self._step, blind)
+        seen = self.evidence.observe(rounds, self._step, blind, self._now.guesses if self._now else {})
         self.trials.observe(None if any(r.row.room for r in rounds) else situation(lengths), seen, self._step)
         if self._now:
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
+            self._came = USUAL * self._came + sum(r.tokens for r in rounds)
+            self._took = USUAL * self._took + seconds
             self._short = max(0.0, self._short + seconds / self._now.plan.seconds - came / expected)
-            self._surprised = self._short > SURPRISE or self._now.plan is not self._standing.plan
+            self._surprised = self._short > SURPRISE or self._now.trial
             self._count(rounds, seconds, self._now)
         for r in rounds:  # of one that has just ended nothing more is wanted
             if r.row.seq.status is Status.FINISHED:
@@ -162,7 +175,7 @@ class Controller:
         ids = tuple(seq.id for seq in seqs)
         standing = self._standing
         if standing and standing.ids == ids and self._step < standing.until and not self._surprised:
-            return self._adapted(standing)
+            return standing
         problem = self._problem(seqs, choosing)
         plain, best = problem.plain(), replace(problem, offers=self.evidence.tested(problem.offers, self._step)).best()
         on, same = standing is not None and not standing.plan.off, standing is not None and standing.ids == ids
@@ -172,8 +185,9 @@ class Controller:
             best = best if best.rate > BETTER * held.rate else held
         plan = best if best.rate > (1.0 if on else BETTER) * plain.rate else plain
         if not same:
+            self._came = self._took = 0.0
             known = set(standing.ids) if standing else set()
-            self.trials.welcome(len(set(ids) - known) / len(ids), plain)
+            self.trials.welcome(len(set(ids) - known) / len(ids), plain, self._step)
         else:
             self._drop_idle(problem, plan, self._step - standing.made)
         if new := set(plan.drafts) - set(standing.plan.drafts if standing else ()) - {None, self._watched}:
@@ -183,37 +197,25 @@ class Controller:
         began = standing.began if same else self._step
         still_off = same and plan.off and standing.plan.off  # then for the same reasons, which take long to find
         reasons = standing.reasons if still_off else why_off(problem, plan, plain)
-        where, kinds = situation(problem.costs.lengths), self._kinds(problem)
-        self._standing = _Standing(ids, problem, plan, plain, reasons, where, kinds, self._step, began)
+        where = situation(problem.costs.lengths)
+        self._standing = _Standing(ids, problem, plan, plain, reasons, where, self._step, began)
         return self._standing
 
-    def _kinds(self, problem: Problem) -> list[int]:
-        return [self.evidence.watch.kind(i) for i in problem.ids] if self.evidence.watch else []
-
-    def _adapted(self, standing: _Standing) -> _Standing:
-        """What stands, with the draft that is watched for other rows where its guesses are of other kinds now."""
-        kinds, watched = self._kinds(standing.problem), self._watched
-        changed = sum(now != then for now, then in zip(kinds, standing.kinds, strict=True))
-        if changed <= FEW * len(kinds):
-            return standing
-        offer = self.evidence.watched_offer(standing.problem.ids, self._step)
-        offers = [offer if other.number == watched else other for other in standing.problem.offers]
-        problem, plan = replace(standing.problem, offers=offers, _plans={}), standing.plan
-        gammas = [0 if draft == watched else gamma for draft, gamma in zip(plan.drafts, plan.gammas, strict=True)]
-        base = problem.plan(plan.drafts, gammas)
-        found = problem.alone(offer, base.rate) if base.off else problem.take_over(base, offer)
-        plan = found if found.rate > (BETTER if standing.plan.off else 1.0) * base.rate else base
-        reasons = [
-            None if gamma else was or LOW_ACCEPTANCE for gamma, was in zip(plan.gammas, standing.reasons, strict=True)
-        ]
-        self._standing = replace(standing, problem=problem, plan=plan, reasons=reasons, kinds=kinds)
-        return self._standing
+    def _with_guesses(self, standing: _Standing, guesses: Mapping[int, Sequence[int]]) -> tuple[Problem, Plan]:
+        """What there is to choose from, and what stands or is better with what the draft that is asked says now."""
+        said = [guesses.get(i, ()) for i in standing.problem.ids]
+        if not any(said):
+            return standing.problem, standing.plan
+        offer = self.evidence.watched_offer(said, self._step)
+        problem = replace(standing.problem, offers=[*standing.problem.offers, offer], _plans={})
+        rate = self._came / self._took if self._took else standing.plan.rate
+        return problem, problem.joined(offer, standing.plan, rate)
 
     def _problem(self, seqs: Sequence[EngineSequence], choosing: Sequence[int]) -> Problem:
         """What there is to choose from."""
         rows = [self._rows.setdefault(seqs[i].id, self._new_row()) for i in choosing]
         awake = {n: frozenset(i for i, row in enumerate(rows) if n in row.kept) for n in range(len(self.drafts))}
-        costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake)
+        costs = BatchCosts(self.prices, self.pace, self.drafts, seqs, choosing, awake, self._watched)
         ids = [seqs[i].id for i in choosing]
         offers = self.evidence.offers(ids, self._step)
         room = [(seqs[i].draft.gamma, seqs[i].max_total - len(seqs[i].ids) - 1) for i in choosing]
@@ -231,7 +233,7 @@ class Controller:
         dropped = tuple(self.drafts[n] for n in row.dropped if n not in row.kept)
         row.dropped.clear()
         draft = None if number is None else self._with_gamma[number][gamma]
-        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped, self._aside)
+        return Choice(draft, tuple(self.drafts[n] for n in row.kept), dropped)
 
     def _new_row(self) -> _Row:
         """The draft that is watched, and models of their own, have a state of every row, from its prompt on."""
@@ -258,17 +260,23 @@ class Controller:
         draft_s: Mapping[DraftConfig, float],
         woken: Sequence[Round],
     ) -> None:
-        """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones."""
-        self.pace.tried(verify_kind([1 + r.row.room for r in rounds], lengths))
-        fed = [1 + len(r.row.proposal) for r in rounds]
-        self.pace.observe(verify_kind(fed, lengths), seconds - sum(draft_s.values()), self.prices.target(lengths, fed))
+        """How long passes took against their prices. Rounds that woke a draft say nothing of its usual ones.
+
+        Nor does the first pass of a row, which touches memory for the first time, and looking up what to propose.
+        """
+        if not any(r.row.seq.stats.verify_passes == 1 for r in rounds):
+            base = self.prices.target(lengths, [1] * len(rounds))
+            fed = [1 + len(r.row.proposal) for r in rounds]
+            more = self.prices.target(lengths, fed) - base if any(r.row.proposal for r in rounds) else 0.0
+            self.pace.observe(target_kind(lengths), seconds - sum(draft_s.values()), base, more)
         for config, spent in draft_s.items():
             draft = draft_key(config)
             rows = [i for i, r in enumerate(rounds) if r.row.room and draft_key(r.row.choice.draft) == draft]
-            if draft in self.evidence.numbers and not any(rounds[i] in woken for i in rows):
+            number = self.evidence.numbers.get(draft)
+            if number not in (None, self._watched) and not any(rounds[i] in woken for i in rows):
                 own = [lengths[i] for i in rows]
                 price = self.prices.draft(draft, own, [rounds[i].row.room for i in rows])
-                self.pace.observe(draft_kind(self.evidence.numbers[draft], own), spent, price)
+                self.pace.observe(draft_kind(number, own), spent, price)
 
     def _count(self, rounds: Sequence[Round], seconds: float, now: _Step) -> None:
         """Note the step, in the totals and for each sequence that chose."""

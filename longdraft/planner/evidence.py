@@ -23,16 +23,15 @@ class Evidence:
         self.pools = [Pool(positions, prior) for prior in drafts.values()]
         self._models = [draft.weights != "ngram" for draft in drafts]
         self.watched = self._models.index(False) if False in self._models else None  # its number
-        self.watch = Watch(positions, self.pools[self.watched].prior) if self.watched is not None else None
+        self.watch = Watch(positions) if self.watched is not None else None
         self._own: dict[int, dict[int, Own]] = {}  # by sequence id
 
     def offers(self, seq_ids: Sequence[int], step: int) -> list[Offer]:
-        """Every draft, as it is expected to do for these sequences."""
+        """Every draft that runs passes, as it is expected to do for these sequences."""
         best, rows = self._best_known(step), [self._own.get(seq_id, {}) for seq_id in seq_ids]
         out = []
         for number, pool in enumerate(self.pools):
             if number == self.watched:
-                out.append(self.watched_offer(seq_ids, step))
                 continue
             usual = pool.rates(step, best if self._models[number] and best is not pool else None)
             weight = pool_weight([row[number] for row in rows if number in row], usual[0])
@@ -40,28 +39,29 @@ class Evidence:
             out.append(Offer(number, [survival(r) for r in rates]))
         return out
 
-    def watched_offer(self, seq_ids: Sequence[int], step: int) -> Offer:
-        """That of the draft that is watched, as it stands with these sequences now."""
-        return Offer(self.watched, self.watch.survival(seq_ids, step))
+    def watched_offer(self, guesses: Sequence[Sequence[int]], step: int) -> Offer:
+        """That of the draft that is watched, which says ``guesses`` now."""
+        return Offer(self.watched, self.watch.survival(guesses, step))
 
     def tested(self, offers: Sequence[Offer], step: int) -> Sequence[Offer]:
-        """Those of which enough was seen lately; others have to be tried first. In the first step all will do, and at
-        any time the draft that is watched.
+        """Those of which enough was seen lately; others have to be tried first. In the first step all will do.
 
         What is merely assumed, or remembered, is often too good: who is left for it must not be chosen for that.
         """
         if step <= 1:
             return offers
-        return [o for o in offers if o.number == self.watched or self.pools[o.number].evidence(step) >= ENOUGH]
+        return [o for o in offers if self.pools[o.number].evidence(step) >= ENOUGH]
 
-    def observe(self, rounds: Sequence[Round], step: int, blind: Sequence[Round]) -> dict[int, list[Try]]:
+    def observe(
+        self, rounds: Sequence[Round], step: int, blind: Sequence[Round], guesses: Mapping[int, Sequence[int]]
+    ) -> dict[int, list[Try]]:
         """What rounds say of drafts that are known here, under the coupled rule; returned by their numbers.
 
-        ``blind`` rounds say nothing.
+        ``blind`` rounds say nothing. ``guesses``: what the draft that is watched had said, by sequence id.
         """
         seen: dict[int, list[Try]] = {}
         if self.watch:
-            self.watch.observe(rounds, step)
+            self.watch.observe(rounds, guesses, step)
         for r in rounds:
             draft = r.row.choice.draft
             number = self.numbers.get(draft_key(draft)) if draft and r.asked else None

@@ -107,19 +107,25 @@ class Problem:
                 break
         for offer in self.offers:
             if not found.off:
-                found = _better(found, self.take_over(found, offer))
+                found = _better(found, self.take_over(found, offer, found.rate))
         return found
+
+    def joined(self, offer: Offer, plan: Plan, rate: float) -> Plan:
+        """The best of ``plan`` and plain decoding, with this draft for the rows that it serves better or without it.
+
+        For a draft whose offers change from step to step: best is what gives most tokens beyond those that its seconds
+        are worth at the usual ``rate``. A step with little to propose is to be short.
+        """
+        bases = (plan,) if plan.off else (plan, self.plain())
+        found = [p for base in bases for p in (base, self.take_over(base, offer, rate))]
+        return max(found, key=lambda p: p.tokens - rate * p.seconds)
 
     def alone(self, offer: Offer, rate: float) -> Plan:
         """The best plan with this draft only, of those that pay at the margin at ``rate`` tokens per second."""
-        drafts, best, worse = [offer.number] * len(self.caps), None, 0
-        shared = self._draft_margin(offer)
-        for cut in range(1, max(self.caps, default=0) + 1):
-            least = rate * (shared + self._verify_margin(cut))
-            gammas = [_worth(chances[: min(cut, cap)], least) for chances, cap in self._rows(offer)]
-            if max(gammas) < cut:
-                break
-            plan = self.plan(drafts, gammas)
+        drafts, best, worse, least = [offer.number] * len(self.caps), None, 0, self._least(offer, rate)
+        wanted = [_worth(*row, least) for row in self._rows(offer)]
+        for cut in range(1, max(wanted, default=0) + 1):
+            plan = self.plan(drafts, [min(gamma, cut) for gamma in wanted])
             if best is None or plan.rate > best.rate:
                 best, worse = plan, 0
             else:
@@ -128,19 +134,26 @@ class Problem:
                 break
         return best or self.plain()
 
-    def take_over(self, plan: Plan, offer: Offer) -> Plan:
-        """``plan`` with those rows moved to this draft that are worth more with it, at the plan's rate."""
-        least = plan.rate * (self._draft_margin(offer) + self._verify_margin(max(plan.gammas)))
+    def take_over(self, plan: Plan, offer: Offer, rate: float) -> Plan:
+        """``plan`` with those rows moved to this draft that are worth more with it, at ``rate`` tokens per second."""
         drafts, gammas = list(plan.drafts), list(plan.gammas)
         mine = {other.number: other for other in self.offers}
+        least = self._least(offer, rate)
         for i, (chances, cap) in enumerate(self._rows(offer)):
             if drafts[i] == offer.number:
                 continue
-            gamma = _worth(chances[:cap], least)
-            now = sum(mine[drafts[i]].survival[i][: gammas[i]]) - least * gammas[i] if gammas[i] else 0.0
-            if sum(chances[:gamma]) - least * gamma > now:
+            gamma = _worth(chances, cap, least)
+            now = (
+                _gain(mine[drafts[i]].survival[i], gammas[i], self._least(mine[drafts[i]], rate)) if gammas[i] else 0.0
+            )
+            if _gain(chances, gamma, least) > now:
                 drafts[i], gammas[i] = offer.number, gamma
         return self.plan(drafts, gammas)
+
+    def _least(self, offer: Offer, rate: float) -> list[float]:
+        """By position the chance at which a token of a row is worth its seconds at ``rate`` tokens per second."""
+        shared = self._draft_margin(offer)
+        return [rate * (shared + self._verify_margin(gamma)) for gamma in range(1, max(self.caps, default=0) + 1)]
 
     def _priced(self, drafts: tuple[int | None, ...], gammas: tuple[int, ...]) -> Plan:
         by_number = {offer.number: offer.survival for offer in self.offers}
@@ -156,11 +169,11 @@ class Problem:
         return zip(offer.survival, self.caps, strict=True)
 
     def _verify_margin(self, gamma: int) -> float:
-        """Seconds that one more token to verify adds, where each row has ``gamma`` of them."""
+        """Seconds that a token to verify adds which is the ``gamma``-th of its row, where all rows have as many."""
         if gamma not in self._margins:
             rows = len(self.caps)
-            added = self.costs.target([1 + gamma] * rows) - self.costs.target([1] * rows)
-            self._margins[gamma] = max(0.0, added / (rows * gamma))
+            more, fewer = self.costs.target([1 + gamma] * rows), self.costs.target([gamma] * rows)
+            self._margins[gamma] = max(0.0, (more - fewer) / rows)
         return self._margins[gamma]
 
     def _draft_margin(self, offer: Offer) -> float:
@@ -178,6 +191,12 @@ def _better(plan: Plan, other: Plan) -> Plan:
     return other if other.rate > plan.rate else plan
 
 
-def _worth(chances: Sequence[float], least: float) -> int:
-    """How many leading tokens stand with a chance of at least ``least``; chances fall."""
-    return next((k for k, chance in enumerate(chances) if chance < least), len(chances))
+def _worth(chances: Sequence[float], cap: int, least: Sequence[float]) -> int:
+    """How many leading tokens, up to ``cap``, stand with a chance of at least ``least``; chances fall."""
+    pairs = zip(chances[:cap], least, strict=False)
+    return next((k for k, (chance, enough) in enumerate(pairs) if chance < enough), min(len(chances), cap))
+
+
+def _gain(chances: Sequence[float], gamma: int, least: Sequence[float]) -> float:
+    """What ``gamma`` tokens are worth beyond their seconds."""
+    return sum(chances[:gamma]) - sum(least[:gamma])

@@ -16,6 +16,7 @@ from longdraft.planner.joint import Offer, Plan, Problem
 
 SHARE = 1 / 300  # of the predicted time
 NEW_CREDIT, MOST_CREDIT = 1, 16  # plain steps' worth: for rows that are all new, and at most
+MOST = 1 / 2  # of the rows; if so many are new, all drafts are tried soon
 HOPE = 0.9  # how often the tokens of a draft may be hoped to stand
 WORTH = 1.02  # by so much it would have to be faster than the plan
 GAMMA = 1
@@ -91,9 +92,11 @@ class Trials:
         self._plain: dict[Hashable, _Plain] = {}  # by situation
         self._under_way: _Trial | None = None
 
-    def welcome(self, share: float, plain: Plan) -> None:
-        """New rows, which are that share of all."""
+    def welcome(self, share: float, plain: Plan, step: int) -> None:
+        """New rows, which are that share of all. If most are, what others' texts said of drafts has had its time."""
         self.credit += share * NEW_CREDIT * plain.seconds
+        if share > MOST:
+            self.begin_anew(step)
 
     def choose(self, problem: Problem, plan: Plan, plain: Plan, step: int, situation: Hashable) -> Plan:
         """``plan``, or what is tried instead in this step."""

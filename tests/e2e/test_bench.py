@@ -15,11 +15,15 @@ from longdraft.bench import decode as bench
 from longdraft.bench.machine import Load, MemoryRoof, describe_machine, disturbed
 from longdraft.bench.plot import check_plot, plot
 from longdraft.bench.predict import predicted_speedup
+from longdraft.bench.turns import touch
 from longdraft.cli.app import app
 from longdraft.cli.bench import _lines, make_arms, tables
 from longdraft.config import AutoDraft
 from longdraft.errors import ContextLengthError, InvalidValueError, KVCapacityError, MissingDependencyError
 from longdraft.outputs import ControlStats
+from longdraft.planner.batch import draft_kind, target_kind
+from longdraft.planner.control import Controller
+from longdraft.sampling_params import SamplingParams
 from tests.e2e.command import longdraft
 from tests.unit.recorded import INT8, Flat
 
@@ -107,9 +111,9 @@ def test_control_learns_from_its_own_turns_alone(folder):
     own = LLM(folder, dtype="float64", kv_cache_memory_bytes=2**24)
     measure(own, Plan((1,), (64,), (Arm("window", DraftConfig(budget=256, gamma=2)),), **SMALL))
     control = own.engine.control
-    assert (control.pace._seen, control.evidence.pools[0].evidence(0)) == (0, 0)
+    assert (len(control.pace._seen), control.evidence.pools[0].evidence(0)) == (0, 0)
     measure(own, Plan((1,), (64,), (AUTO,), **SMALL))
-    assert control.pace._seen > 0
+    assert control.pace._seen
 
 
 def test_rows_of_several_lengths_in_one_batch(llm):
@@ -124,16 +128,40 @@ def test_rows_of_several_lengths_in_one_batch(llm):
     assert auto.over_fixed.arm == ("ngram γ2" if slower is fixed else "plain")
 
 
+def test_pages_are_touched_before_they_are_needed(llm):
+    """Those that a row grows into are handed out once, which empties them, and are free again."""
+    engine, store = llm.engine, llm.engine.store
+    seq = engine.sequence(engine.add(list(range(40)), SamplingParams(max_tokens=50, ignore_eos=True)))
+    while not seq.decoding:
+        engine.step()
+    (held,), free = store.tables([seq.id], [40]), store.num_free_pages
+    others = [page for page in range(store.num_pages) if page not in held]
+    store.k[:, others] = 1
+    touch(llm, [seq])
+    assert store.num_free_pages == free
+    assert sum(not store.k[:, page].any() for page in others) == store.pages_for(90) - len(held)
+    engine.abort(seq.id)
+
+
 def test_what_prices_say_of_a_measured_speedup():
     """A pass takes a second, a drafted token half of one: 2.5 tokens per pass in two seconds."""
     turns = Turn(50, 1.0, 0.0, 10, 20, drafted=[20, 20], accepted=[15, 15], context=101.0)
     arm, prices = Arm("int8", replace(INT8, gamma=2)), Flat(0.5)
-    llm = SimpleNamespace(engine=SimpleNamespace(control=SimpleNamespace(prices=prices)))
-    assert predicted_speedup(llm, arm, [90, 110], turns, turns) == pytest.approx(1.25)
+    control = Controller(prices, {INT8: 0.9})
+    llm, rows = SimpleNamespace(engine=SimpleNamespace(control=control)), [90, 110]
+    assert predicted_speedup(llm, arm, rows, turns, turns) == pytest.approx(1.25)
+    prices.target = lambda lengths, fed: 1.0 + 0.1 * sum(n > 2 for n in fed)  # a row's third token costs more
+    assert predicted_speedup(llm, arm, rows, turns, turns) == pytest.approx(2.5 / 2.2)
+    fewer = replace(turns, drafted=[20, 4])  # in a fifth of the rounds, so in neither of two rows
+    assert predicted_speedup(llm, arm, rows, turns, fewer) == pytest.approx(1.25)
+    for fed, seconds in [([1, 1], 1.0), ([3, 3], 1.4)] * 30:  # and twice as much as that today
+        control.pace.observe(target_kind(rows), seconds, 1.0, prices.target(rows, fed) - 1)
+        control.pace.observe(draft_kind(0, rows), 1.0, 1.0)
+    assert predicted_speedup(llm, arm, rows, turns, turns) == pytest.approx(2.5 / 2.4, rel=0.02)
     prices.knows = lambda draft: False
-    assert predicted_speedup(llm, arm, [90, 110], turns, turns) is None
-    control = ControlStats(seconds=9.0, plain_s=6.0, expected_s=4.0)
-    assert predicted_speedup(llm, AUTO, [90, 110], turns, replace(turns, control=control)) == pytest.approx(1.5)
+    assert predicted_speedup(llm, arm, rows, turns, turns) is None
+    stats = ControlStats(seconds=9.0, plain_s=6.0, expected_s=4.0)
+    assert predicted_speedup(llm, AUTO, rows, turns, replace(turns, control=stats)) == pytest.approx(1.5)
 
 
 def test_auto_is_one_arm_whatever_budgets_and_gammas_are_asked_for():

@@ -2,11 +2,14 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from longdraft.config import AutoDraft, DraftConfig, EngineConfig
 from longdraft.core import Choice
+from longdraft.drafts.base import DraftRow
+from longdraft.drafts.ngram import NGram
 from longdraft.engine.engine import Engine
 from longdraft.errors import InvalidValueError
 from longdraft.kernels import native
@@ -26,10 +29,10 @@ from tests.exact.test_contract import (
     request_of,
     speculated,
 )
-from tests.unit.recorded import Flat
+from tests.unit.recorded import Flat, sequence
 
 AUTO = AutoDraft()
-ASIDE = DraftConfig(weights="ngram", gamma=8)
+ASKED = DraftConfig(weights="ngram", gamma=8)
 
 
 class AtRandom:
@@ -37,8 +40,14 @@ class AtRandom:
 
     def __init__(self, drafts, seed=0):
         self.drafts, self.rng, self.used, self.deck = tuple(drafts), random.Random(seed), set(), []
+        self.asked = ASKED
 
-    def choose(self, seqs):
+    def choose(self, seqs, guesses):
+        asked = [seq for seq in seqs if isinstance(seq.draft, AutoDraft)]
+        if self.rng.random() < 0.1:
+            rows = [DraftRow(seq, ASKED.gamma) for seq in asked]
+            assert list(guesses.values()) == NGram().propose(rows, sampled=False).tokens
+        assert list(guesses) == [seq.id for seq in asked]
         return [self.choice() if isinstance(seq.draft, AutoDraft) else seq.own_choice for seq in seqs]
 
     def choice(self):
@@ -48,8 +57,7 @@ class AtRandom:
             draft = replace(self.deck.pop(), gamma=rng.randint(1, 6))
             self.used.add(replace(draft, gamma=1))
         dropped = tuple(rng.sample(self.drafts, 2)) if rng.random() < 0.1 else ()
-        aside = ASIDE if rng.random() < 0.5 else None
-        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped, aside)
+        return Choice(draft, tuple(rng.sample(self.drafts, 3)), dropped)
 
     def told(self, seq):
         return tuple(self.rng.sample(self.drafts, 3)) if isinstance(seq.draft, AutoDraft) else seq.own_choice.told
@@ -185,6 +193,18 @@ def test_the_real_control_in_a_crowded_engine(tiny):
     assert sum(seq.stats.control.seconds for seq in seqs) == pytest.approx(spent.seconds)
 
 
+def test_what_is_asked_says_its_guesses_before_the_choice(tiny):
+    """Of the rows that leave the draft open, as many tokens as are asked for, up to date with the newest token."""
+    engine = make_engine(tiny)
+    engine.runner.control = SimpleNamespace(asked=ASKED, choose=lambda seqs, guesses: guesses)
+    auto, plain = (replace(sequence(i, 0), ids=[1, 2, 3, 4] * 5, draft=draft) for i, draft in enumerate((AUTO, None)))
+    assert engine.runner.choose([auto, plain]) == {0: [1, 2, 3, 4] * 2}
+    auto.ids.append(1)
+    assert engine.runner.choose([plain, auto]) == {0: [2, 3, 4, 1] * 2}
+    engine.runner.control.asked = None
+    assert engine.runner.choose([auto, plain]) == {}
+
+
 def test_without_a_control_nothing_can_be_left_open(tiny):
     with pytest.raises(InvalidValueError, match="auto"):
         make_engine(tiny).add([1, 2], greedy(), AUTO)
@@ -195,7 +215,10 @@ class Scripted(AtRandom):
 
     def __init__(self):
         super().__init__([DraftConfig(weights="ngram", gamma=1)])
-        self.steps = 0
+        self.steps, self.asked = 0, None
+
+    def choose(self, seqs, guesses):
+        return [self.choice() for _ in seqs]
 
     def choice(self):
         self.steps += 1

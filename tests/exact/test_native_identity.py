@@ -9,6 +9,7 @@ import torch
 
 from longdraft.config import DraftConfig, EngineConfig
 from longdraft.drafts.registry import NAMED
+from longdraft.engine import runner
 from longdraft.engine.engine import Engine
 from longdraft.exactness import tier
 from longdraft.kernels import native
@@ -187,6 +188,29 @@ def test_ties_and_bad_logits():
     assert greedy == [0, 20, -1, -1, -1, 49]
     sampled = native.draw(x, [1.0] * 6, [1] * 6, [1] * 6, 0)
     assert sampled[2:] == [-1, -1, -1, 49]
+
+
+def test_steps_of_all_sizes_share_the_memory_of_their_logits(models, monkeypatch):
+    """Once it is large enough it stays; what is too much to be kept is found anew."""
+    engine, places = engine_of(models, max_num_batched_tokens=8), []  # first chunks of prompts want none
+    forward = engine.runner.forward
+
+    def watched(batch):
+        logits = forward(batch)
+        places.append((logits.data_ptr(), len(logits)))
+        return logits
+
+    monkeypatch.setattr(engine.runner, "forward", watched)
+    for prompt, params in requests(SAMPLING[1])[3:7]:
+        engine.add(prompt, params, DRAFTS["full"])
+    list(run(engine))
+    sizes = [size for _, size in places]
+    assert sizes[0] == 0
+    largest = sizes.index(max(sizes))
+    assert len(set(sizes[largest:])) > 1
+    assert {place for place, size in places[largest:] if size} == {engine.runner._logits.data_ptr()}
+    monkeypatch.setattr(runner, "MOST_LOGITS", 0)
+    assert engine.runner._room(1) is None
 
 
 def test_bad_logits_end_their_own_request_only(models, monkeypatch):

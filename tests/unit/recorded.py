@@ -83,9 +83,10 @@ class World:
 
     def step(self):
         lengths = [seq.num_committed for seq in self.seqs]
+        choices = self.control.choose(self.seqs, {seq.id: self.guess(i) for i, seq in enumerate(self.seqs)})
         rows = [
-            Row(seq, 1, 1, room=choice.draft.gamma if choice.draft else 0, choice=choice, guess=self.guess(i, choice))
-            for i, (seq, choice) in enumerate(zip(self.seqs, self.control.choose(self.seqs), strict=True))
+            Row(seq, 1, 1, room=choice.draft.gamma if choice.draft else 0, choice=choice)
+            for seq, choice in zip(self.seqs, choices, strict=True)
         ]
         draft_s = {}
         groups = {}
@@ -117,11 +118,11 @@ class World:
         seq.ids.extend([0] * (accepted + 1))
         return Round(replace(row, proposal=(0,) * row.room), row.room, accepted, accepted + 1)
 
-    def guess(self, i, choice):
-        """What the draft aside says; the text is all zeros."""
-        if choice.aside is None:
-            return None
-        rate = self.truth(choice.aside, i, len(self.seqs[i].output_ids))
+    def guess(self, i):
+        """What the draft that is asked says; the text is all zeros."""
+        if self.control.asked is None:
+            return ()
+        rate = self.truth(self.control.asked, i, len(self.seqs[i].output_ids))
         length = 8 if rate > 0.6 else 2
         return tuple(int(self.rng.random() >= rate) for _ in range(length))
 
