@@ -54,6 +54,12 @@ def plain(folder):
     return engine(folder)
 
 
+@pytest.fixture(scope="session", params=["vllm", "native"])
+def attention(request):
+    """Whose kernels attend in the engine that drafts."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def draft(folder):
-    return drafting(folder)
+def draft(folder, attention):
+    return drafting(folder, attention=attention)

@@ -27,9 +27,9 @@ def engine(folder, dtype="float32", **more):
     )
 
 
-def drafting(folder, dtype="float32", **more):
+def drafting(folder, dtype="float32", attention="vllm", **more):
     """An engine that drafts, over 64 recent tokens."""
     from longdraft.integrations.vllm.args import engine_args
     from longdraft.integrations.vllm.settings import Settings
 
-    return engine(folder, dtype, **{**engine_args(Settings(budget=64), GAMMA, "cpu"), **more})
+    return engine(folder, dtype, **{**engine_args(Settings(budget=64, attention=attention), GAMMA, "cpu"), **more})

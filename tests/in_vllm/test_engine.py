@@ -106,9 +106,9 @@ def test_to_the_models_last_token(plain, draft, counted):
     assert counted()[0] > 0
 
 
-def test_preempted_requests(folder, plain):
+def test_preempted_requests(folder, plain, attention):
     """Blocks for half of the rows: some are thrown out and come back."""
-    few = drafting(folder, num_gpu_blocks_override=56, enable_prefix_caching=False)
+    few = drafting(folder, attention=attention, num_gpu_blocks_override=56, enable_prefix_caching=False)
     texts = prompts(7, 8, 150, 260)
     assert run(few, texts, greedy(120)) == run(plain, texts, greedy(120))
     preemptions = [m.value for m in few.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -177,9 +177,9 @@ def test_requests_with_a_seed_repeat(draft, counted):
     assert counted()[0] > 0
 
 
-def test_in_bfloat16_differences_are_near_ties(folder):
+def test_in_bfloat16_differences_are_near_ties(folder, attention):
     """A row that differs does so where the plain engine's best two words were as good as equal."""
-    plain, draft = engine(folder, "bfloat16"), drafting(folder, "bfloat16")
+    plain, draft = engine(folder, "bfloat16"), drafting(folder, "bfloat16", attention)
     texts = prompts(11, 32)
     outs = plain.generate([{"prompt_token_ids": text} for text in texts], greedy(logprobs=2), use_tqdm=False)
     theirs, differ = run(draft, texts, greedy()), 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from longdraft.integrations.vllm import attention
+
 
 class _Bound:
     """Binds the drafter as soon as there is one: on the last pipeline stage, once the device is up."""
@@ -26,4 +28,9 @@ class LongDraftWorker(_Bound, Worker):
 
 
 class LongDraftCPUWorker(_Bound, CPUWorker):
-    """For CPUs."""
+    """For CPUs, where LongDraft's attention may take the place of vLLM's."""
+
+    def init_device(self) -> None:
+        """vLLM's, with the backend chosen first."""
+        attention.install(self.vllm_config)
+        super().init_device()
