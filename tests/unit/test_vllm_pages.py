@@ -1,14 +1,22 @@
-"""vLLM's KV cache in the native kernels' pages, against torch's attention in float32."""
+"""vLLM's KV cache in the native kernels' pages against torch in float32; and what they are not used for."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.integrations.vllm.guard import attention_refusals
 from longdraft.integrations.vllm.pages import PAGE, Pages
+from longdraft.integrations.vllm.tables import DraftTables
+from longdraft.integrations.vllm.twin import Twin
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec
+from longdraft.models.feed import Feed, feed
+from longdraft.models.registry import RandomWeights, tiny_config
+from longdraft.models.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(native._native is None, reason=native.WHY_NOT)
 HEADS = ((4, 4, 16), (9, 3, 64), (5, 1, 80), (8, 2, 128))  # query heads, KV heads, head_dim
@@ -44,12 +52,11 @@ class Cache:
         slots = slots if keep is None else torch.where(keep, slots, -1)
         starts = torch.tensor([0, *(b - a for a, b in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lens = torch.tensor([b for _, b in rows], dtype=torch.int32)
-        step = self.pages.step(self.table, lens, starts, slots)
+        plan = self.pages.plan(self.table, lens, starts, slots)
+        attention = self.pages.attention(plan)
         k, v = (torch.cat([x[row][a:b] for row, (a, b) in enumerate(rows)]) for x in (self.k, self.v))
-        step.write(self.kv, k, v)
-        out = torch.full_like(q, torch.nan)
-        step.attend(self.kv, q, out)
-        return out
+        attention.write(self.kv, plan.slots, k, v)
+        return attention(q, self.kv)
 
     def expected(self, rows, q):
         """In float32, of what was fed."""
@@ -74,7 +81,7 @@ def test_ragged_rows_attend_as_in_torch(dtype, block_size, heads):
     rows = [(cached, cached + fed) for cached, fed in ROWS]
     q = torch.randn(sum(fed for _, fed in ROWS), heads[0], heads[2], dtype=dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(cache.step(rows, q).float(), cache.expected(rows, q), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(cache.step(rows, q), cache.expected(rows, q), rtol=tolerance, atol=tolerance)
 
 
 def test_a_token_without_a_slot_is_written_nowhere_and_the_rows_own_blocks_alone_change():
@@ -86,3 +93,57 @@ def test_a_token_without_a_slot_is_written_nowhere_and_the_rows_own_blocks_alone
     assert int(written.sum()) == 45 * 2 * 2 * 32
     own = {int(number) for row, count in ((0, 2), (1, 1)) for number in cache.table[row, :count]}
     assert set(written.flatten(1).any(1).nonzero()[:, 0].tolist()) == own
+
+
+def test_a_twin_over_vllms_blocks_says_what_it_says_over_its_own_pages():
+    """Token by token from the first one, two rows of which one stops early: bit for bit the same logits."""
+    config = tiny_config(num_layers=2)
+    model = Transformer(config, RandomWeights(config, seed=3)).quantised()
+    size, texts = 32, [torch.randint(config.vocab_size, (n,)).tolist() for n in (40, 33)]
+    pages, store = Pages(size, config.num_kv_heads, model.spec), model.new_store(16)
+    caches = [torch.full((9, config.num_kv_heads, size, 2 * config.head_dim), torch.nan) for _ in model.layers]
+    twin, table = Twin(model, 64), torch.tensor([[7, 2], [4, 5]], dtype=torch.int32)
+    assert twin.fits(pages) and not twin.fits(None)
+    assert not twin.fits(replace(pages, spec=replace(model.spec, kv_dtype=torch.bfloat16)))
+    for at in range(40):
+        known = [min(at + 1, len(text)) for text in texts]
+        wanted = [int(at < len(text)) for text in texts]
+        tables = DraftTables.build(table, known, wanted, [64, 64], 0, size)
+        ids = torch.tensor([text[n - 1] for text, n in zip(texts, known, strict=True)], dtype=torch.int32)
+        logits = twin.forward(ids, tables.step(0), tables, pages, caches)
+        fed = [row for row in (0, 1) if wanted[row]]
+        assert all(store.reserve(row, at, 1) for row in fed)
+        assert torch.equal(logits[fed], feed(model, store, [Feed(row, at, [texts[row][at]], 1) for row in fed]))
+    assert not caches[0][[7, 2, 4, 5]][:, :, :1].isnan().all() and caches[0][[0, 1, 3, 6, 8]].isnan().all()
+
+
+def layer(**changes):
+    has = dict(sliding_window=-1, alibi_slopes=None, logits_soft_cap=0, sinks=None, attn_type="decoder")
+    has |= dict(kv_sharing_target_layer_name=None, scale=0.125, head_size=64)
+    return SimpleNamespace(impl=SimpleNamespace(**{**has, **changes}))
+
+
+def attention_config(kv_transfer_config=None, is_mm_prefix_lm=False):
+    model = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
+    return SimpleNamespace(kv_transfer_config=kv_transfer_config, model_config=model)
+
+
+def test_what_the_native_attention_has_not_is_refused_in_a_sentence():
+    spec, plain = CallSpec("cpu", torch.bfloat16, torch.bfloat16, 64, 3, 16), attention_config()
+    assert not list(attention_refusals(spec, 32, plain, [layer(), layer(sliding_window=None)]))
+    unfit = dict(
+        sliding_window=128,
+        alibi_slopes=[0.5],
+        logits_soft_cap=30.0,
+        sinks=[1.0],
+        attn_type="encoder_only",
+        kv_sharing_target_layer_name="a",
+        scale=0.2,
+    )
+    for name, value in unfit.items():
+        assert len(list(attention_refusals(spec, 32, plain, [layer(), layer(**{name: value})]))) == 1, name
+    assert "24" in next(attention_refusals(spec, 24, plain, [layer()]))
+    for name in ("kv_transfer_config", "is_mm_prefix_lm"):
+        assert len(list(attention_refusals(spec, 32, attention_config(**{name: True}), [layer()]))) == 1
+    for change in (dict(device="cuda"), dict(kv_dtype=torch.uint8), dict(dtype=torch.float16), dict(head_dim=72)):
+        assert len(list(attention_refusals(replace(spec, **change), 32, plain, [layer()]))) == 1, change

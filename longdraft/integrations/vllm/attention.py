@@ -26,9 +26,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from longdraft.integrations.vllm.guard import attention_refusals
-from longdraft.integrations.vllm.pages import PAGE, Pages, PageStep
+from longdraft.integrations.vllm.pages import PAGE, Pages
 from longdraft.integrations.vllm.settings import Settings
 from longdraft.kernels.dispatch import CallSpec
+from longdraft.kernels.native import NativeAttention
 from longdraft.view import LayerKV
 
 logger = init_logger("vllm.longdraft")
@@ -45,7 +46,8 @@ def install(config: VllmConfig) -> None:
 class NativeMetadata:
     """What a step's layers share."""
 
-    step: PageStep
+    attention: NativeAttention
+    slots: torch.Tensor
     pages: Pages
     num_actual_tokens: int
 
@@ -89,13 +91,13 @@ class NativeBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         assert common.causal is True, "a decoder's attention is causal"
         rows, tokens = common.num_reqs, common.num_actual_tokens
-        step = self.pages.step(
+        plan = self.pages.plan(
             common.block_table_tensor[:rows],
             common.seq_lens[:rows],
             common.query_start_loc[: rows + 1],
             common.slot_mapping[:tokens],
         )
-        return NativeMetadata(step, self.pages, tokens)
+        return NativeMetadata(self.pages.attention(plan), plan.slots, self.pages, tokens)
 
 
 class NativeImpl(CPUAttentionBackendImpl):
@@ -126,6 +128,6 @@ class NativeImpl(CPUAttentionBackendImpl):
         if self._kv is None or self._kv.k.data_ptr() != kv_cache.data_ptr():
             self._kv = metadata.pages.storage(kv_cache)
         n = metadata.num_actual_tokens
-        metadata.step.write(self._kv, key[:n], value[:n])
-        metadata.step.attend(self._kv, query[:n], output[:n])
+        metadata.attention.write(self._kv, metadata.slots, key[:n], value[:n])
+        output[:n] = metadata.attention(query[:n], self._kv)
         return output

@@ -111,6 +111,14 @@ def attention_refusals(spec: CallSpec, block_size: int, config: Any, layers: Ite
             yield f"its layers have {name}"
 
 
+def twin_refusals(config: Any) -> Iterator[str]:
+    """Why a draft cannot have 8-bit weights of its own beside an engine with vLLM's ``config``: a sentence each."""
+    if config.parallel_config.tensor_parallel_size > 1:
+        yield "with tensor parallelism each rank holds a part of the heads"
+    if config.model_config.quantization is not None:
+        yield "the target's weights are quantised already"
+
+
 def _has(thing: Any, path: str) -> bool:
     for name in path.split("."):
         if not hasattr(thing, name):

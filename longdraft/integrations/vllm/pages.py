@@ -32,32 +32,26 @@ class Pages:
         native.use_huge_pages(flat)
         return LayerKV(flat, flat[self.block_size * self.num_kv_heads * self.spec.head_dim :])
 
-    def step(self, table: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> PageStep:
+    def plan(
+        self,
+        table: torch.Tensor,
+        lens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        end: int | None = None,
+    ) -> AttnPlan:
         """A step of B rows that feeds N tokens, in vLLM's terms.
 
         ``table [B, M]`` block numbers; ``lens [B]`` with the step's own tokens, which are the last ones; ``starts
-        [B + 1]`` the rows' first tokens; ``slots [N]`` where tokens go, negative ones nowhere.
+        [B + 1]`` the rows' first tokens; ``slots [N]`` where tokens go, negative ones nowhere; ``end``: see the plan's.
         """
         each = self.block_size // PAGE
         blocks = table[:, : -(-int(lens.max()) // self.block_size)].long()
         pages = (blocks[:, :, None] * 2 * each + torch.arange(each)).flatten(1)
         slots = slots.long() + slots.long() // self.block_size * self.block_size
-        plan = AttnPlan(TableView(pages, lens.long(), PAGE), starts.long(), slots)
+        return AttnPlan(TableView(pages, lens.long(), PAGE), starts.long(), slots, end)
+
+    def attention(self, plan: AttnPlan) -> native.NativeAttention:
+        """The attention of a step's layers."""
         layout = native.NativeAttention.layout(PAGE, self.num_kv_heads, self.spec.head_dim, self.spec)
-        return PageStep(native.NativeAttention(plan, layout, self.spec), slots)
-
-
-@dataclass(frozen=True)
-class PageStep:
-    """One step's attention, for all layers."""
-
-    attention: native.NativeAttention
-    slots: torch.Tensor
-
-    def write(self, kv: LayerKV, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the step's ``k`` and ``v [N, G, D]``."""
-        self.attention.write(kv, self.slots, k, v)
-
-    def attend(self, kv: LayerKV, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Causal attention of ``q [N, H, D]``, scaled by the square root of D, into ``out``; K and V are there."""
-        out.copy_(self.attention(q, kv))
+        return native.NativeAttention(plan, layout, self.spec)

@@ -10,8 +10,7 @@ from longdraft.config import as_int
 from longdraft.errors import InvalidValueError
 
 KEY = "longdraft"  # of vLLM's additional_config
-DRAFTS = ("streaming_llm", "full")
-ATTENTIONS = ("vllm", "native")
+CHOICES = {"draft": ("streaming_llm", "full"), "attention": ("vllm", "native"), "weights": ("target", "int8")}
 MOST = 2**20
 
 
@@ -22,6 +21,7 @@ class Settings:
     ``draft``: ``streaming_llm``, the first ``sinks`` and the last ``budget`` tokens in whole blocks, or ``full``, all,
     which is there to test with. ``gamma``: drafted tokens a round, at most what vLLM was started with. ``attention``:
     whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a draft.
+    ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
     """
 
     draft: str = "streaming_llm"
@@ -29,11 +29,14 @@ class Settings:
     sinks: int = 16
     gamma: int | None = None
     attention: str = "vllm"
+    weights: str = "target"
 
     def __post_init__(self) -> None:
-        for name, known in (("draft", DRAFTS), ("attention", ATTENTIONS)):
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InvalidValueError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if self.weights == "int8" and self.attention != "native":
+            raise InvalidValueError("weights", self.weights, "goes with attention native")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, MOST))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, MOST))
         if self.gamma is not None:
