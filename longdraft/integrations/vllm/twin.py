@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.checkpoint.load import load_checkpoint
 from longdraft.integrations.vllm.pages import Pages
 from longdraft.integrations.vllm.tables import DraftTables, Step
 from longdraft.models.transformer import Transformer
@@ -27,6 +26,8 @@ class Twin:
     @classmethod
     def load(cls, model: str, dtype: torch.dtype, max_model_len: int) -> Twin:
         """The 8-bit twin of a folder's, a file's or a cached hub model; raises what ``load_checkpoint`` raises."""
+        from longdraft.checkpoint.load import load_checkpoint  # file formats: not for those who do without a twin
+
         checkpoint = load_checkpoint(model)
         return cls(Transformer(checkpoint.config, checkpoint.weights, dtype=dtype).quantised(), max_model_len)
 
