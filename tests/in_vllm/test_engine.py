@@ -12,6 +12,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from longdraft.integrations.vllm.args import engine_args
+from longdraft.integrations.vllm.settings import Settings
 from tests.in_vllm.engines import GAMMA, LENGTH, VOCAB, drafting, engine
 
 
@@ -105,6 +107,14 @@ def test_to_the_models_last_token(plain, draft, counted):
     long = greedy(60)
     assert run(draft, texts, long) == run(plain, texts, long)
     assert counted()[0] > 0
+
+
+def test_where_the_native_attention_does_not_serve_vllms_own_runs(folder, capfd):
+    """float16: what is asked for is named as missing, and the text is that of an engine that nobody asked."""
+    ours = engine_args(Settings(attention="native"), 0, "cpu")
+    texts = prompts(12, 8)
+    assert run(engine(folder, "float16", **ours), texts, greedy()) == run(engine(folder, "float16"), texts, greedy())
+    assert "vLLM's own attention runs: it computes in float32 and bfloat16" in "".join(capfd.readouterr())
 
 
 def test_preempted_requests(folder, plain, kind):

@@ -25,20 +25,25 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from longdraft.errors import LongDraftError
 from longdraft.integrations.vllm.guard import attention_refusals
 from longdraft.integrations.vllm.pages import PAGE, Pages
-from longdraft.integrations.vllm.settings import Settings
+from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec
-from longdraft.kernels.native import NativeAttention
 from longdraft.view import LayerKV
 
 logger = init_logger("vllm.longdraft")
 
 
-def install(config: VllmConfig) -> None:
-    """Register the backend in this process, where the settings ask for it; before the model is loaded."""
-    if Settings.of_server(config.additional_config).attention == "native":
-        os.environ.setdefault("LONGDRAFT_THREADS", "openmp")  # vLLM's own threads, bound to its cores and awake
+def install() -> None:
+    """Register the backend in this worker; before the model is loaded."""
+    os.environ.setdefault("LONGDRAFT_THREADS", "openmp")  # vLLM's own threads, bound to its cores and awake
+    try:
+        if not native.WHY_NOT:
+            native.runtime()
+    except LongDraftError as error:
+        logger.warning("LongDraft: vLLM's own attention runs: %s", error)
+    else:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.NativeBackend")
 
 
@@ -46,7 +51,7 @@ def install(config: VllmConfig) -> None:
 class NativeMetadata:
     """What a step's layers share."""
 
-    attention: NativeAttention
+    attention: native.NativeAttention
     slots: torch.Tensor
     pages: Pages
     num_actual_tokens: int
