@@ -190,6 +190,14 @@ def test_counts_are_of_verified_tokens_alone():
     assert drafter.counts == {}
 
 
+def test_settings_change_while_it_runs_but_for_the_attention():
+    drafter = Runner(texts(random.Random(12), 1)).drafter()
+    drafter.change(gamma=1, attention="vllm")
+    assert drafter.settings.gamma == 1
+    with pytest.raises(InvalidValueError, match="attention"):
+        drafter.change(attention="native")
+
+
 def test_rows_in_their_prompts_draft_nothing_and_disturb_nobody():
     runner = Runner(texts(random.Random(3), 4))
     drafts = runner.drafter(most=2).propose(*runner.arguments(rows=(1, 3)))

@@ -123,8 +123,8 @@ def layer(**changes):
     return SimpleNamespace(impl=SimpleNamespace(**{**has, **changes}))
 
 
-def attention_config(kv_transfer_config=None, is_mm_prefix_lm=False):
-    model = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
+def attention_config(kv_transfer_config=None, **model):
+    model = SimpleNamespace(**{"is_mm_prefix_lm": False, "is_hybrid": False, **model})
     return SimpleNamespace(kv_transfer_config=kv_transfer_config, model_config=model)
 
 
@@ -143,7 +143,7 @@ def test_what_the_native_attention_has_not_is_refused_in_a_sentence():
     for name, value in unfit.items():
         assert len(list(attention_refusals(spec, 32, plain, [layer(), layer(**{name: value})]))) == 1, name
     assert "24" in next(attention_refusals(spec, 24, plain, [layer()]))
-    for name in ("kv_transfer_config", "is_mm_prefix_lm"):
+    for name in ("kv_transfer_config", "is_mm_prefix_lm", "is_hybrid"):
         assert len(list(attention_refusals(spec, 32, attention_config(**{name: True}), [layer()]))) == 1
     for change in (dict(device="cuda"), dict(kv_dtype=torch.uint8), dict(dtype=torch.float16), dict(head_dim=72)):
         assert len(list(attention_refusals(replace(spec, **change), 32, plain, [layer()]))) == 1, change

@@ -103,6 +103,8 @@ def attention_refusals(spec: CallSpec, block_size: int, config: Any, layers: Ite
         yield f"its blocks must hold a multiple of {spec.page_size} tokens, not {block_size}"
     if config.kv_transfer_config is not None:
         yield "a KV connector expects keys and values as vLLM lays them out"
+    if config.model_config.is_hybrid:
+        yield "recurrent layers share the cache's memory"
     if config.model_config.is_mm_prefix_lm:
         yield "the model's prefixes see all of their tokens"
     impls = [layer.impl for layer in layers]
