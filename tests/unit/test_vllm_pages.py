@@ -96,25 +96,32 @@ def test_a_token_without_a_slot_is_written_nowhere_and_the_rows_own_blocks_alone
 
 
 def test_a_twin_over_vllms_blocks_says_what_it_says_over_its_own_pages():
-    """Token by token from the first one, two rows of which one stops early: bit for bit the same logits."""
+    """Token by token, two rows of which one stops early, then over a window: bit for bit the same logits."""
     config = tiny_config(num_layers=2)
     model = Transformer(config, RandomWeights(config, seed=3)).quantised()
-    size, texts = 32, [torch.randint(config.vocab_size, (n,)).tolist() for n in (40, 33)]
-    pages, store = Pages(size, config.num_kv_heads, model.spec), model.new_store(16)
-    caches = [torch.full((9, config.num_kv_heads, size, 2 * config.head_dim), torch.nan) for _ in model.layers]
-    twin, table = Twin(model, 64), torch.tensor([[7, 2], [4, 5]], dtype=torch.int32)
+    size, texts = 32, [torch.randint(config.vocab_size, (n,)).tolist() for n in (290, 33)]
+    pages, store = Pages(size, config.num_kv_heads, model.spec), model.new_store(24)
+    blocks = [[7, 2, 11, 3, 9, 1, 13, 12, 8, 10], [4, 5] + 8 * [10**6]]
+    caches = [torch.full((15, config.num_kv_heads, size, 2 * config.head_dim), torch.nan) for _ in model.layers]
+    twin = Twin(model, 320)
     assert twin.fits(pages) and not twin.fits(None)
     assert not twin.fits(replace(pages, spec=replace(model.spec, kv_dtype=torch.bfloat16)))
-    for at in range(40):
-        known = [min(at + 1, len(text)) for text in texts]
-        wanted = [int(at < len(text)) for text in texts]
-        tables = DraftTables.build(table, known, wanted, [64, 64], 0, size)
+
+    def say(at, budget, sinks):
+        known, wanted = [min(at + 1, len(text)) for text in texts], [int(at < len(text)) for text in texts]
+        table = torch.tensor(blocks, dtype=torch.int32)
+        tables = DraftTables.build(table, known, wanted, [budget] * 2, sinks, size)
         ids = torch.tensor([text[n - 1] for text, n in zip(texts, known, strict=True)], dtype=torch.int32)
-        logits = twin.forward(ids, tables.step(0), tables, pages, caches)
-        fed = [row for row in (0, 1) if wanted[row]]
+        return twin.forward(ids, tables.step(0), tables, pages, caches)[[row for row in (0, 1) if wanted[row]]]
+
+    for at in range(len(texts[0])):
+        fed = [row for row in (0, 1) if at < len(texts[row])]
         assert all(store.reserve(row, at, 1) for row in fed)
-        assert torch.equal(logits[fed], feed(model, store, [Feed(row, at, [texts[row][at]], 1) for row in fed]))
-    assert not caches[0][[7, 2, 4, 5]][:, :, :1].isnan().all() and caches[0][[0, 1, 3, 6, 8]].isnan().all()
+        feeds = [Feed(row, at, [texts[row][at]], 1) for row in fed]
+        assert torch.equal(say(at, 320, 0), feed(model, store, feeds)), at
+    assert caches[0][[0, 6, 14]].isnan().all()
+    seen = feed(model, store, feeds, lambda view: replace(view, sinks=32, starts=torch.tensor([224])))
+    assert torch.equal(say(at, 60, 20), seen)  # whole blocks: of 20 sinks 32, of the last 60 tokens 66
 
 
 def layer(**changes):
