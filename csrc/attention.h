@@ -325,12 +325,12 @@ inline void attention(const Parallel& p, const Shape& shape, const Part& part, c
   parallel(p, part.num_merges, [&](int i) { merge(shape, view, part.pieces, part.merges[i], partial, out, mass); });
 }
 
-// K and V of new tokens, `stride` floats apart, into their slots.
+// K and V of new tokens, `stride` floats apart, into their slots; negative ones are nobody's.
 inline void write(const Shape& shape, const float* k, const float* v, const int64_t* slots, int n, int stride,
                   const Cache& cache) {
   const int dim = shape.dim;
   for (int i = 0; i < n; i++)
-    for (int g = 0; g < shape.kv_heads; g++) {
+    for (int g = 0; g < shape.kv_heads && slots[i] >= 0; g++) {
       const int64_t block = (slots[i] / PAGE * shape.kv_heads + g) * PAGE * dim;
       const int t = int(slots[i] % PAGE);
       const float *from_k = k + int64_t(i) * stride + g * dim, *from_v = v + int64_t(i) * stride + g * dim;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "openmp.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -193,16 +194,24 @@ Cache ask(const void* decode, int layer) {
   return {at<void>(k), at<void>(v)};
 }
 
+template <class Team>
+Parallel parallel(Team* team) {
+  return {team, [](void* team, int n, void (*call)(const void*, int), const void* task) {
+            static_cast<Team*>(team)->run(n, [&](int i) { call(task, i); });
+          },
+          team->size()};
+}
+
 class Runtime {
  public:
-  Runtime(const std::string& isa, int threads) : pool_(new Pool(threads)) {
+  // `threads`: of a pool of its own; 0: those of the process's OpenMP.
+  Runtime(const std::string& isa, int threads) {
     for (const Kernels* kernels : usable())
       if (isa == kernels->name) kernels_ = kernels;
     if (!kernels_) throw std::invalid_argument("this processor has no instruction set " + isa);
-    parallel_ = {pool_, [](void* pool, int n, void (*call)(const void*, int), const void* task) {
-                   static_cast<Pool*>(pool)->run(n, [&](int i) { call(task, i); });
-                 },
-                 pool_->size()};
+    if (!threads && !openmp_.found()) throw std::invalid_argument("this process has no OpenMP");
+    if (threads) pool_ = new Pool(threads);
+    parallel_ = pool_ ? parallel(pool_) : parallel(&openmp_);
   }
   ~Runtime() {
     if (owner_ == getpid()) delete pool_;  // in a forked child there are no threads to wait for: leave it alone
@@ -210,20 +219,23 @@ class Runtime {
   Runtime(const Runtime&) = delete;
 
   std::string isa() const { return kernels_->name; }
-  int threads() const { return pool_->size(); }
+  int threads() const { return parallel_.threads; }
 
   void pack(uintptr_t weight, const Weight& out) {
     // Blocks of 16 outputs are packed apart: each is contiguous in the result.
     const int step = out.type == FLOAT32 ? 1 : out.type == BFLOAT16 ? 2 : 4;
     const int64_t bytes = int64_t(16) * 4 * ((out.k + step - 1) / step);
     std::lock_guard<std::mutex> lock(mutex_);
-    pool_->run((out.n + 15) / 16, [&](int i) {
+    const auto pack_block = [&](int i) {
       Packed block = out.packed();
       block.data = at<const char>(out.data) + i * bytes;
       block.n = std::min(16, out.n - i * 16);
       if (out.type == INT8) block.scales += i * 16, block.sums += i * 16;
       kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * out.k, block);
-    });
+    };
+    using Task = decltype(pack_block);
+    const auto call = [](const void* task, int i) { (*static_cast<const Task*>(task))(i); };
+    parallel_.run(parallel_.pool, (out.n + 15) / 16, call, &pack_block);
   }
 
   void linear(uintptr_t x, int m, const Weight& w, uintptr_t residual, uintptr_t y) {
@@ -301,7 +313,7 @@ class Runtime {
 
   double read(uintptr_t data, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<float> out(pool_->size() * 8);
+    std::vector<float> out(parallel_.threads * 8);
     kernels_->read(parallel_, at<const void>(data), bytes, out.data());
     double total = 0;
     for (float f : out) total += f;
@@ -345,7 +357,8 @@ class Runtime {
   }
 
   const pid_t owner_ = getpid();
-  Pool* pool_;
+  Pool* pool_ = nullptr;
+  OpenMP openmp_;
   Parallel parallel_;
   const Kernels* kernels_ = nullptr;
   std::mutex mutex_;  // one call at a time: the buffers are shared

@@ -9,10 +9,12 @@ import typer
 
 def vllm_args(
     model: Annotated[str, typer.Argument(help="The model, as vllm serve takes it.")],
-    gamma: Annotated[int, typer.Option(help="Drafted tokens a round, at most; requests may ask for fewer.")] = 3,
+    gamma: Annotated[int, typer.Option(help="Drafted tokens a round; requests may ask for fewer. 0: no draft.")] = 3,
     budget: Annotated[int, typer.Option(help="Recent tokens that a draft reads, in whole blocks.")] = 512,
     sinks: Annotated[int, typer.Option(help="First tokens that it reads besides, in whole blocks.")] = 16,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
+    attention: Annotated[str, typer.Option(help="vllm, or native: LongDraft's own kernels (cpu).")] = "vllm",
+    weights: Annotated[str, typer.Option(help="The draft's: target, or int8 (with --attention native).")] = "target",
     json: Annotated[bool, typer.Option("--json", help="Keyword arguments of vllm.LLM instead.")] = False,
 ) -> None:
     """Print the line for ``vllm serve`` (vLLM 0.32 or 0.33; not imported here)."""
@@ -21,7 +23,7 @@ def vllm_args(
     from longdraft.integrations.vllm.args import engine_args, serve_line
     from longdraft.integrations.vllm.settings import Settings
 
-    settings = Settings(budget=budget, sinks=sinks)
+    settings = Settings(budget=budget, sinks=sinks, attention=attention, weights=weights)
     if json:
         print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
     else:

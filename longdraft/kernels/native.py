@@ -2,7 +2,8 @@
 
 Batch-invariant: what a row gets does not depend on the rows beside it, on how many of its tokens are fed together, or
 on the number of threads. Where the extension was not built everything runs on torch. ``LONGDRAFT_THREADS`` and
-``LONGDRAFT_ISA`` override the number of threads (one per usable core) and the instruction set (the best there is).
+``LONGDRAFT_ISA`` override the number of threads (one per usable core) and the instruction set (the best there is);
+``LONGDRAFT_THREADS=openmp`` takes the threads of torch's OpenMP, which no others then compete with.
 """
 
 from __future__ import annotations
@@ -41,8 +42,13 @@ def runtime() -> Any:  # noqa: ANN401 - a class of the extension
         raise InvalidValueError("LONGDRAFT_ISA", isa, f"must be one of {', '.join(isas)} on this processor")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("LONGDRAFT_THREADS") or str(cores)
+    if threads == "openmp":
+        try:
+            return _native.Runtime(isa, 0)
+        except ValueError as error:
+            raise InvalidValueError("LONGDRAFT_THREADS", threads, "needs OpenMP in this process") from error
     if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
-        raise InvalidValueError("LONGDRAFT_THREADS", threads, "must be an integer from 1 to 1024")
+        raise InvalidValueError("LONGDRAFT_THREADS", threads, "must be an integer from 1 to 1024, or openmp")
     return _native.Runtime(isa, int(threads))
 
 
@@ -232,6 +238,12 @@ class NativeAttention:
         addresses = (q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr())
         runtime().attention(self.plan.handle, *addresses, *wanted)
         return out
+
+    def write(self, kv: LayerKV, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store ``k`` and ``v [N, G, D]`` at ``slots [N]`` int64; those of negative slots are dropped."""
+        k, v, slots = k.float().contiguous(), v.float().contiguous(), slots.contiguous()
+        addresses = (k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots), kv.k.data_ptr(), kv.v.data_ptr())
+        runtime().write(self.plan.handle, *addresses)
 
 
 class NativePlan:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.in_vllm.engines import LENGTH, VOCAB, drafting, engine
+from tests.in_vllm.engines import KINDS, LENGTH, VOCAB, drafting, engine
 
 if find_spec("vllm") is None:  # make test-vllm installs it, in an environment of its own
     collect_ignore_glob = ["test_*.py"]
@@ -54,6 +54,12 @@ def plain(folder):
     return engine(folder)
 
 
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request):
+    """Whose attention and whose weights the drafting engine runs."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def draft(folder):
-    return drafting(folder)
+def draft(folder, kind):
+    return drafting(folder, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 VOCAB = 300
 LENGTH = 1024  # of the model
 GAMMA = 4
+KINDS = {"vllm": {}, "native": {"attention": "native"}, "int8": {"attention": "native", "weights": "int8"}}
 
 
 def engine(folder, dtype="float32", **more):
@@ -27,9 +28,9 @@ def engine(folder, dtype="float32", **more):
     )
 
 
-def drafting(folder, dtype="float32", **more):
-    """An engine that drafts, over 64 recent tokens."""
+def drafting(folder, kind, dtype="float32", gamma=GAMMA, **more):
+    """An engine of a ``kind`` that drafts, over 64 recent tokens; for γ = 0 one that only attends like it."""
     from longdraft.integrations.vllm.args import engine_args
     from longdraft.integrations.vllm.settings import Settings
 
-    return engine(folder, dtype, **{**engine_args(Settings(budget=64), GAMMA, "cpu"), **more})
+    return engine(folder, dtype, **{**engine_args(Settings(budget=64, **KINDS[kind]), gamma, "cpu"), **more})

@@ -12,6 +12,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from longdraft.integrations.vllm.args import engine_args
+from longdraft.integrations.vllm.settings import Settings
 from tests.in_vllm.engines import GAMMA, LENGTH, VOCAB, drafting, engine
 
 
@@ -48,11 +50,12 @@ def counted(draft):
     change(draft, draft="streaming_llm", budget=64, gamma=None)
 
 
-def test_a_draft_over_all_keys_is_accepted_whole(draft, counted):
+def test_a_draft_over_all_keys_is_accepted_whole(draft, counted, kind):
     change(draft, draft="full")
     run(draft, prompts(0, 8, 50), greedy())
     drafted, accepted = counted()
-    assert drafted > 150 and accepted == drafted
+    assert drafted > 150
+    assert accepted > 0.8 * drafted if kind == "int8" else accepted == drafted  # rounded weights err now and then
 
 
 @pytest.mark.parametrize("budget", [1, 64, 300])
@@ -106,9 +109,17 @@ def test_to_the_models_last_token(plain, draft, counted):
     assert counted()[0] > 0
 
 
-def test_preempted_requests(folder, plain):
+def test_where_the_native_attention_does_not_serve_vllms_own_runs(folder, capfd):
+    """float16: what is asked for is named as missing, and the text is that of an engine that nobody asked."""
+    ours = engine_args(Settings(attention="native"), 0, "cpu")
+    texts = prompts(12, 8)
+    assert run(engine(folder, "float16", **ours), texts, greedy()) == run(engine(folder, "float16"), texts, greedy())
+    assert "vLLM's own attention runs: it computes in float32 and bfloat16" in "".join(capfd.readouterr())
+
+
+def test_preempted_requests(folder, plain, kind):
     """Blocks for half of the rows: some are thrown out and come back."""
-    few = drafting(folder, num_gpu_blocks_override=56, enable_prefix_caching=False)
+    few = drafting(folder, kind, num_gpu_blocks_override=56, enable_prefix_caching=False)
     texts = prompts(7, 8, 150, 260)
     assert run(few, texts, greedy(120)) == run(plain, texts, greedy(120))
     preemptions = [m.value for m in few.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -116,14 +127,14 @@ def test_preempted_requests(folder, plain):
 
 
 @pytest.mark.parametrize("filters", [dict(), dict(top_k=20), dict(top_p=0.8)], ids=str)
-@pytest.mark.parametrize("kind", ["streaming_llm", "full"])
-def test_sampled_text_follows_the_models_law(draft, reference, counted, kind, filters):
+@pytest.mark.parametrize("reads", ["streaming_llm", "full"])
+def test_sampled_text_follows_the_models_law(draft, reference, counted, reads, filters):
     """Log-probabilities under the model in float64: their sum, and the ranks they come from, are as the law says.
 
     Under the law each token's ``log p`` has mean ``-H`` and a known variance at its own place, whatever came before:
     the sum's distance from its expectation is a normal number. Taking too much of the draft's likes shows there.
     """
-    change(draft, draft=kind)
+    change(draft, draft=reads)
     temperature = 0.9
     texts = prompts(8, 400, 5, 160)
     words = run(
@@ -177,9 +188,9 @@ def test_requests_with_a_seed_repeat(draft, counted):
     assert counted()[0] > 0
 
 
-def test_in_bfloat16_differences_are_near_ties(folder):
-    """A row that differs does so where the plain engine's best two words were as good as equal."""
-    plain, draft = engine(folder, "bfloat16"), drafting(folder, "bfloat16")
+def test_in_bfloat16_differences_are_near_ties(folder, kind):
+    """A row that differs does so where the best two words of plain with the same attention were as good as equal."""
+    plain, draft = drafting(folder, kind, "bfloat16", 0), drafting(folder, kind, "bfloat16")
     texts = prompts(11, 32)
     outs = plain.generate([{"prompt_token_ids": text} for text in texts], greedy(logprobs=2), use_tqdm=False)
     theirs, differ = run(draft, texts, greedy()), 0

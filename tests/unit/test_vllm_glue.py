@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import InvalidValueError
 from longdraft.integrations.vllm.args import engine_args, serve_line
 from longdraft.integrations.vllm.drafter import Drafter
-from longdraft.integrations.vllm.guard import config_refusals, runner_refusals, version_refusal
+from longdraft.integrations.vllm.guard import config_refusals, runner_refusals, twin_refusals, version_refusal
 from longdraft.integrations.vllm.repair import expand_batch_to_tokens, repair
 from longdraft.integrations.vllm.sampling import Seeds, draw
 from longdraft.integrations.vllm.settings import Settings
@@ -190,6 +190,14 @@ def test_counts_are_of_verified_tokens_alone():
     assert drafter.counts == {}
 
 
+def test_settings_change_while_it_runs_but_for_the_attention():
+    drafter = Runner(texts(random.Random(12), 1)).drafter()
+    drafter.change(gamma=1, attention="vllm")
+    assert drafter.settings.gamma == 1
+    with pytest.raises(InvalidValueError, match="attention"):
+        drafter.change(attention="native")
+
+
 def test_rows_in_their_prompts_draft_nothing_and_disturb_nobody():
     runner = Runner(texts(random.Random(3), 4))
     drafts = runner.drafter(most=2).propose(*runner.arguments(rows=(1, 3)))
@@ -350,6 +358,28 @@ def test_the_line_for_vllm_says_what_the_keywords_say():
     assert '"num_speculative_tokens": 4' in words[words.index("--speculative-config") + 1]
     with pytest.raises(InvalidValueError, match="device"):
         engine_args(Settings(), 4, "tpu")
+
+
+def test_an_attention_of_ours_goes_with_and_without_a_draft_on_cpus_alone():
+    ours = Settings(attention="native")
+    assert "speculative_config" not in engine_args(ours, 0, "cpu")
+    assert engine_args(ours, 3, "cpu")["additional_config"]["longdraft"]["attention"] == "native"
+    with pytest.raises(InvalidValueError, match="attention"):
+        engine_args(ours, 3, "gpu")
+    with pytest.raises(InvalidValueError, match="attention"):
+        Settings.of_server({"longdraft": {"attention": "flash"}})
+    with pytest.raises(InvalidValueError, match="attention native"):
+        Settings(weights="int8")
+    assert Settings(weights="int8", attention="native").weights == "int8"
+
+
+def test_no_weights_of_its_own_beside_a_target_in_parts_or_quantised():
+    def config(ranks=1, quantization=None):
+        model, parallel = SimpleNamespace(quantization=quantization), SimpleNamespace(tensor_parallel_size=ranks)
+        return SimpleNamespace(model_config=model, parallel_config=parallel)
+
+    assert not list(twin_refusals(config()))
+    assert len(list(twin_refusals(config(2)))) == len(list(twin_refusals(config(quantization="gptq")))) == 1
 
 
 def test_vllms_defects_are_found_and_repaired():

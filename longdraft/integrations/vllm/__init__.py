@@ -8,8 +8,11 @@
     drafter.py    a round of drafting
     repair.py     a defect of vLLM's CPU build
     proposer.py   vLLM's "custom_class": the target's own forward pass over the shortened tables
+    pages.py      vLLM's KV cache as pages of the native kernels
+    twin.py       a draft with 8-bit weights of its own, over those pages
+    attention.py  those kernels in the place of vLLM's attention, on CPUs
     worker.py     vLLM's "worker_cls": hands the proposer the runner it drafts for
     args.py       the line for ``vllm serve``
 
-Only ``proposer.py`` and ``worker.py`` import vLLM, inside its worker processes.
+Only ``proposer.py``, ``attention.py`` and ``worker.py`` import vLLM, inside its worker processes.
 """

@@ -15,19 +15,21 @@ BLOCK_SIZE = {"cpu": 32, "gpu": 16}  # small blocks: what a draft reads is round
 
 
 def engine_args(settings: Settings, gamma: int, device: str) -> dict[str, object]:
-    """Keyword arguments for ``vllm.LLM``; ``gamma``: tokens a round at most, for all requests."""
+    """Keyword arguments for ``vllm.LLM``; ``gamma``: tokens a round at most, for all requests; 0: without a draft."""
     if device not in WORKERS:
         raise InvalidValueError("device", device, f"must be one of {', '.join(WORKERS)}")
-    draft = {name: value for name, value in vars(settings).items() if value is not None}
+    if settings.attention == "native" and device != "cpu":
+        raise InvalidValueError("attention", settings.attention, "is for device cpu; use vllm")
+    speculation = {
+        "method": "custom_class",
+        "model": f"{HERE}.proposer.SparseProposer",
+        "num_speculative_tokens": as_int("gamma", gamma, 0, 64),
+    }
     return {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": f"{HERE}.proposer.SparseProposer",
-            "num_speculative_tokens": as_int("gamma", gamma, 1, 64),
-        },
+        **({"speculative_config": speculation} if gamma else {}),
         "worker_cls": WORKERS[device],
         "block_size": BLOCK_SIZE[device],
-        "additional_config": {KEY: draft},
+        "additional_config": {KEY: {name: value for name, value in vars(settings).items() if value is not None}},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longdraft.errors import LongDraftError
+from longdraft.errors import InvalidValueError, LongDraftError
 from longdraft.integrations.vllm.guard import runner_refusals
 from longdraft.integrations.vllm.rows import Row, rows_of
 from longdraft.integrations.vllm.sampling import Seeds, draw
@@ -40,8 +40,11 @@ class Drafter:
     def change(self, **changes: Any) -> dict[str, float]:
         """Replace settings from now on; returns the counts so far and starts new ones.
 
-        ``rounds``, tokens of drafts that were ``verified`` and of these ``accepted``, ``draft_s``.
+        ``rounds``, tokens of drafts that were ``verified`` and of these ``accepted``, ``draft_s``. Raises
+        ``InvalidValueError`` for another attention: that is fixed.
         """
+        if changes.get("attention", self.settings.attention) != self.settings.attention:
+            raise InvalidValueError("attention", changes["attention"], "is fixed when vLLM starts")
         self.settings = replace(self.settings, **changes)
         counts, self.counts = dict(self.counts), Counter()
         return counts

@@ -1,4 +1,4 @@
-"""When the plug-in steps aside: sentences for what it cannot draft for, and for what this vLLM lacks.
+"""When the plug-in steps aside: sentences for what it cannot draft for or attend to, and for what this vLLM lacks.
 
 The plug-in reaches parts of vLLM that are not its public interface. So each attribute used is looked up once before the
 first draft, and whatever is missing or not foreseen means plain decoding and one warning, never a failed request.
@@ -6,8 +6,12 @@ first draft, and whatever is missing or not foreseen means plain decoding and on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from longdraft.kernels import native
+from longdraft.kernels.dispatch import CallSpec
 
 VERSIONS = ((0, 32), (0, 34))  # from, and below
 
@@ -26,6 +30,17 @@ RUNNER = (
 )
 GROUP = ("layer_names", "get_metadata_builder")
 TABLE = ("block_size", "num_blocks_per_row", "get_device_tensor")
+
+# What a layer of vLLM's may have that the native attention has not, and how its ``impl`` says so.
+ATTENTION = {
+    "a sliding window": lambda impl: impl.sliding_window not in (None, -1),
+    "ALiBi": lambda impl: impl.alibi_slopes is not None,
+    "a soft cap on scores": lambda impl: bool(impl.logits_soft_cap),
+    "sink weights": lambda impl: impl.sinks is not None,
+    "keys that all tokens see (an encoder's)": lambda impl: impl.attn_type != "decoder",
+    "another layer's KV cache": lambda impl: impl.kv_sharing_target_layer_name is not None,
+    "a scale other than 1/sqrt(head_dim)": lambda impl: not math.isclose(impl.scale * math.sqrt(impl.head_size), 1),
+}
 
 
 def version_refusal(version: str) -> str | None:
@@ -77,6 +92,33 @@ def runner_refusals(runner: Any) -> Iterator[str]:
     lacking += [f"block table {name}" for name in TABLE if not _has(table, name)]
     if lacking:
         yield f"this vLLM lacks {', '.join(lacking)}"
+
+
+def attention_refusals(spec: CallSpec, block_size: int, config: Any, layers: Iterable[Any]) -> Iterator[str]:
+    """Why the native attention does not serve ``layers`` of vLLM's that share a KV cache's kind: a sentence each."""
+    why = native.unsupported(spec)
+    if why:
+        yield why
+    if block_size % spec.page_size:
+        yield f"its blocks must hold a multiple of {spec.page_size} tokens, not {block_size}"
+    if config.kv_transfer_config is not None:
+        yield "a KV connector expects keys and values as vLLM lays them out"
+    if config.model_config.is_hybrid:
+        yield "recurrent layers share the cache's memory"
+    if config.model_config.is_mm_prefix_lm:
+        yield "the model's prefixes see all of their tokens"
+    impls = [layer.impl for layer in layers]
+    for name, has in ATTENTION.items():
+        if any(has(impl) for impl in impls):
+            yield f"its layers have {name}"
+
+
+def twin_refusals(config: Any) -> Iterator[str]:
+    """Why a draft cannot have 8-bit weights of its own beside an engine with vLLM's ``config``: a sentence each."""
+    if config.parallel_config.tensor_parallel_size > 1:
+        yield "with tensor parallelism each rank holds a part of the heads"
+    if config.model_config.quantization is not None:
+        yield "the target's weights are quantised already"
 
 
 def _has(thing: Any, path: str) -> bool:

@@ -10,7 +10,7 @@ from longdraft.config import as_int
 from longdraft.errors import InvalidValueError
 
 KEY = "longdraft"  # of vLLM's additional_config
-DRAFTS = ("streaming_llm", "full")
+CHOICES = {"draft": ("streaming_llm", "full"), "attention": ("vllm", "native"), "weights": ("target", "int8")}
 MOST = 2**20
 
 
@@ -19,17 +19,24 @@ class Settings:
     """The draft: what it reads, and how many tokens it may guess.
 
     ``draft``: ``streaming_llm``, the first ``sinks`` and the last ``budget`` tokens in whole blocks, or ``full``, all,
-    which is there to test with. ``gamma``: drafted tokens a round, at most what vLLM was started with.
+    which is there to test with. ``gamma``: drafted tokens a round, at most what vLLM was started with. ``attention``:
+    whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a draft.
+    ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
     """
 
     draft: str = "streaming_llm"
     budget: int = 512
     sinks: int = 16
     gamma: int | None = None
+    attention: str = "vllm"
+    weights: str = "target"
 
     def __post_init__(self) -> None:
-        if self.draft not in DRAFTS:
-            raise InvalidValueError("draft", self.draft, f"must be one of {', '.join(DRAFTS)}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise InvalidValueError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if self.weights == "int8" and self.attention != "native":
+            raise InvalidValueError("weights", self.weights, "goes with attention native")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, MOST))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, MOST))
         if self.gamma is not None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import vllm
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
+
+from longdraft.integrations.vllm.guard import version_refusal
+from longdraft.integrations.vllm.settings import Settings
+
+logger = init_logger("vllm.longdraft")
 
 
 class _Bound:
@@ -26,4 +33,16 @@ class LongDraftWorker(_Bound, Worker):
 
 
 class LongDraftCPUWorker(_Bound, CPUWorker):
-    """For CPUs."""
+    """For CPUs, where LongDraft's attention may take the place of vLLM's."""
+
+    def init_device(self) -> None:
+        """vLLM's, with the backend chosen first; what it needs of vLLM's is imported only where it is wanted."""
+        if Settings.of_server(self.vllm_config.additional_config).attention == "native":
+            why = version_refusal(vllm.__version__)
+            if why:
+                logger.warning("LongDraft: vLLM's own attention runs: %s", why)
+            else:
+                from longdraft.integrations.vllm import attention
+
+                attention.install()
+        super().init_device()
