@@ -150,6 +150,7 @@ class Transformer:
         logits_at: torch.Tensor,
         layers: Sequence[int] | None = None,
         capture: Capture | None = None,
+        out: torch.Tensor | None = None,  # not used: operations make tensors of their own
     ) -> torch.Tensor:
         """``forward``, operation by operation: what the fused pass is compared with, and what runs without one."""
         shared = None if plan.view.layered else self._attention(plan, self.layout, self.spec)
