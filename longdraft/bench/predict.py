@@ -9,6 +9,7 @@ from longdraft.config import DraftConfig, draft_key
 from longdraft.llm import LLM
 from longdraft.planner.batch import OTHER, draft_kind, target_kind
 from longdraft.planner.control import Controller
+from longdraft.planner.pace import paced
 
 
 def predicted_speedup(llm: LLM, arm: Arm, prompts: Sequence[int], plain: Turn, fast: Turn) -> float | None:
@@ -30,9 +31,8 @@ def predicted_speedup(llm: LLM, arm: Arm, prompts: Sequence[int], plain: Turn, f
 
 
 def _pass(control: Controller, lengths: Sequence[int], fed: Sequence[int]) -> float:
-    base, more = control.pace.factors(target_kind(lengths))
-    plain = control.prices.target(lengths, [1] * len(lengths))
-    return base * plain + more * (control.prices.target(lengths, fed) - plain)
+    plain, whole = (control.prices.target(lengths, tokens) for tokens in ([1] * len(lengths), fed))
+    return paced(control.pace.factors(target_kind(lengths)), plain, whole)
 
 
 def _drafting(control: Controller, draft: DraftConfig, lengths: Sequence[int], gammas: Sequence[int]) -> float:

@@ -276,9 +276,7 @@ def _of_table(view: TableView, query_starts: torch.Tensor, kind: tuple[int, int,
     return _native.Plan(*kind, *view.tables.shape, *(x.data_ptr() for x in arrays), view.sinks, address(starts))
 
 
-def _lists(
-    view: PagesView | CompactView, num_kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _lists(view: PagesView | CompactView, num_kv_heads: int) -> tuple[torch.Tensor | None, ...]:
     """``pages [B, G', P]``, their ``first`` positions, ``counts [B, G']``, and the positions of all slots if need be.
 
     The pages of a list come in the order of their positions, the used ones first. Layered views have a dimension more.

@@ -173,7 +173,10 @@ class FormattedStore(PagedStore):
 
     def slots_at(self, row: int, tokens: Iterable[int]) -> list[int]:
         """See ``slots``."""
-        numbers, size = self._numbers(row, self.settled_pages(row)).tolist(), self.layout.page_size
+        tokens, table, size = list(tokens), self._tables[row], self.layout.page_size
+        if all(table[token // size] != GONE for token in tokens):  # as what a pass writes: no need to count groups
+            return super().slots_at(row, tokens)
+        numbers = self._numbers(row, self.settled_pages(row)).tolist()
         return [numbers[token // size] * size + token % size for token in tokens]
 
     def tables(self, rows: list[int], lens: list[int]) -> list[list[int]]:

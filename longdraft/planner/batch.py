@@ -9,7 +9,7 @@ from math import log2
 
 from longdraft.config import DraftConfig, draft_key
 from longdraft.core import Sequence as EngineSequence
-from longdraft.planner.pace import Kind, Pace
+from longdraft.planner.pace import Kind, Pace, paced
 from longdraft.planner.prices import Prices
 
 OTHER = ("other",)  # what is not observed on its own has the machine's pace
@@ -67,9 +67,8 @@ class BatchCosts:
             fed = list(self.fed)
             for i, count in zip(self.choosing, tokens, strict=True):
                 fed[i] = count
-            base, more = self._factor(self._kind)
-            added = self.prices.target(self.lengths, fed) - self._plain
-            self._passes[key] = self.constant + base * self._plain + more * added
+            seconds = paced(self._factor(self._kind), self._plain, self.prices.target(self.lengths, fed))
+            self._passes[key] = self.constant + seconds
         return self._passes[key]
 
     def draft(self, number: int, rows: Sequence[int], gammas: Sequence[int]) -> float:

@@ -78,5 +78,11 @@ class Pace:
         return [self._numbers[name] for name in kind]
 
 
+def paced(factors: tuple[float, float], plain: float, whole: float) -> float:
+    """Seconds of a pass of price ``whole``, ``plain`` with one token per row; ``factors``: those of its kind."""
+    base, more = factors
+    return base * plain + more * (whole - plain)
+
+
 def _more(kind: Kind) -> Kind:
     return tuple(("more", name) for name in kind)

@@ -147,6 +147,7 @@ def test_random_operations_show_every_query_what_the_rule_says(kind):
             assert_equal(got, expected(plain, packing, row, length, encoded))
             slots = store.slots(row, 0, length).expand(LAYERS, -1)
             assert store.slots_at(row, range(length)) == slots[0].tolist()
+            assert store.slots_at(row, iter(range(length)[-1:])) == slots[0, -1:].tolist()
             assert_equal([[x] for x in store.gather(slots)], [[torch.cat(x)] for x in zip(*got, strict=True)])
     assert failed
     assert forked
