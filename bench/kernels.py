@@ -18,7 +18,8 @@ import torch
 
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec
-from longdraft.kernels.native import NativeAttention, NativeLinear, runtime
+from longdraft.kernels.linear.native import NativeLinear
+from longdraft.kernels.native import NativeAttention, runtime
 from longdraft.kv.store import PagedStore
 from longdraft.view import AttnPlan
 

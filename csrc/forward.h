@@ -66,6 +66,10 @@ inline void gate(const float* gate_up, int n, float* out) {
 
 inline void embed(const Network& net, int64_t id, float* out) {
   const int n = net.hidden;
+  if (!net.embedding && net.tied.type == COMPACT) {
+    each_of_row(block_of(net.tied, id / 16), int(id % 16), n, [&](int i, uint16_t w) { out[i] = from_bf16(w); });
+    return;
+  }
   if (!net.embedding) {  // a row of packed weights
     const int step = net.bf16 ? 2 : 1;
     const int64_t block = id / 16 * ceil_div(n, step) * step * 16, row = id % 16;

@@ -33,7 +33,7 @@ void attend(const Parallel& p, const Shape& shape, const Part& part, const float
 #define LONGDRAFT_STRING(x) #x
 #define LONGDRAFT_NAME(x) LONGDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), pack, linear, write, attend, forward, project, draw, read,
+const Kernels kernels = {LONGDRAFT_NAME(LONGDRAFT_ISA), COMPACT_PRODUCTS, pack, linear, write, attend, forward, project, draw, read,
                          token_mass, page_scores};
 
 }  // namespace LONGDRAFT_ISA

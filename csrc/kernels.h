@@ -12,16 +12,18 @@ struct Parallel {
   int threads;
 };
 
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, COMPACT = 3 };
 
-// A weight matrix [n, k] in blocks of 16 outputs: float32 [n/16][k][16], bfloat16 [n/16][k/2][16][2],
-// int8 [n/16][k/4][16][4]; n and k are padded with zeros. Int8 has a scale per output, and the sum of its weights.
+// A weight matrix [n, k] in blocks of 16 outputs: float32 [n/16][k][16], bfloat16 [n/16][k/2][16][2], the same compact
+// (compact.h; k is a multiple of 8), int8 [n/16][k/4][16][4]; n and k are padded with zeros. Int8 has a scale per
+// output, and the sum of its weights.
 struct Packed {
   const void* data;
   const float* bias;  // [n] or null
   int n, k, type;
   const float* scales = nullptr;  // [n padded], int8 only
   const int32_t* sums = nullptr;  // [n padded], int8 only
+  int spill = 0;                  // of a compact one's blocks
 };
 
 // One layer's keys and values in pages of 16 tokens, each KV head's block contiguous.
@@ -123,6 +125,7 @@ struct Step {
 
 struct Kernels {
   const char* name;
+  bool compact;  // whether they multiply compact weights
   void (*pack)(const float* weight, const Packed& out);
   void (*linear)(const Parallel&, const float* x, int m, const Packed&, const float* residual, float* y, uint16_t* tmp);
   void (*write)(const Shape&, const float* k, const float* v, const int64_t* slots, int n, int stride, const Cache&);

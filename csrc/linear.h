@@ -4,6 +4,9 @@
 // through a stretch in order, whatever the number of rows or columns worked on together: a row's result does not depend
 // on its batch-mates.
 #pragma once
+#include <cstdlib>
+
+#include "compact.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -12,10 +15,13 @@ namespace LONGDRAFT_ISA {
 
 #if defined(__AVX512F__)
 constexpr int LINEAR_ROWS = 12, LINEAR_BLOCKS = 2;
+constexpr bool COMPACT_PRODUCTS = true;
 #elif defined(__AVX2__)
 constexpr int LINEAR_ROWS = 5, LINEAR_BLOCKS = 1;
+constexpr bool COMPACT_PRODUCTS = false;
 #else
 constexpr int LINEAR_ROWS = 2, LINEAR_BLOCKS = 1;
+constexpr bool COMPACT_PRODUCTS = false;
 #endif
 
 constexpr int STRETCH = 256;  // of k, in words
@@ -157,6 +163,62 @@ inline void block(const Bytes* x, int ldx, const Bytes* w, int k, const Output& 
   }
 }
 
+#if defined(__AVX512F__)
+
+// The four words of group g of inputs; `next` is the first of the groups from g on that stay as they were.
+struct Group {
+  const uint8_t* data;
+  const uint8_t* fourth;  // null: it is compact
+};
+inline Group group_at(const CompactBlock& w, int g, int& next) {
+  const uint8_t* data = w.groups() + int64_t(g) * GROUP_BYTES;
+  return {data, w.kept()[next] == g ? w.spilled() + int64_t(next++) * WORD_BYTES : nullptr};
+}
+inline void words_of(const Group& group, Exponents table, __m512i (&words)[GROUP_WORDS]) {
+  if (group.fourth) {
+    for (int j = 0; j < 3; j++) words[j] = _mm512_loadu_si512(group.data + j * WORD_BYTES);
+    words[3] = _mm512_loadu_si512(group.fourth);
+    return;
+  }
+  words[0] = expand<0>(group.data, table), words[1] = expand<1>(group.data, table);
+  words[2] = expand<2>(group.data, table), words[3] = expand<3>(group.data, table);
+}
+
+// R rows times a compact block, in the same order of summation as of one that is not.
+template <int R>
+inline void block(const uint32_t* x, int ldx, const CompactBlock& w, const Output& out, int row, int column) {
+  alignas(64) float total[R][16];
+  const Exponents table = exponents(w.table());
+  int next = 0;
+  V acc[R];
+  for (int from = 0; from < w.words; from += STRETCH) {
+    for (auto& v : acc) v = zero();
+    for (int i = from; i < min(w.words, from + STRETCH); i += GROUP_WORDS) {
+      const Group group = group_at(w, i / GROUP_WORDS, next);
+      for (int line = 0; line < GROUP_BYTES; line += 64) prefetch(group.data + AHEAD + line);
+      __m512i words[GROUP_WORDS];
+      words_of(group, table, words);
+      for (int j = 0; j < GROUP_WORDS; j++)
+        for (int r = 0; r < R; r++) acc[r] = dot(acc[r], splat_pair(x[int64_t(r) * ldx + i + j]), pairs_of(words[j]));
+    }
+    for (int r = 0; r < R; r++) store(total[r], from ? load(total[r]) + acc[r] : acc[r]);
+  }
+  for (int r = 0; r < R; r++) put(out, row + r, column, load(total[r]));
+}
+
+// A compact block as it was: [words][16].
+inline void expand_block(const CompactBlock& w, uint32_t* out) {
+  const Exponents table = exponents(w.table());
+  int next = 0;
+  for (int g = 0; g < w.words / GROUP_WORDS; g++) {
+    __m512i words[GROUP_WORDS];
+    words_of(group_at(w, g, next), table, words);
+    for (int j = 0; j < GROUP_WORDS; j++) _mm512_storeu_si512(out + (int64_t(g) * GROUP_WORDS + j) * 16, words[j]);
+  }
+}
+
+#endif
+
 template <int C, class T>
 void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out, int row, int col, const Ahead& ahead) {
 #define LONGDRAFT_CASE(R)                                                                \
@@ -171,11 +233,11 @@ void rows_of(int rows, const T* x, int ldx, const T* w, int k, const Output& out
 }
 
 // All rows against C blocks of outputs, from `w` on; T is float, uint32_t for pairs of bfloat16, or Bytes; k counts these.
-// What lies `distance` bytes behind is fetched meanwhile.
+// What lies at `ahead` is fetched meanwhile.
 template <int C, class T>
-void columns(const T* x, int ldx, int m, const T* w, int k, const Output& out, int column, int64_t distance) {
+void columns(const T* x, int ldx, int m, const T* w, int k, const Output& out, int column, const void* ahead) {
   const int parts = ceil_div(m, LINEAR_ROWS), size = ceil_div(m, parts);
-  const char *next = reinterpret_cast<const char*>(w) + distance, *second = C == 2 ? next + int64_t(k) * 64 : nullptr;
+  const char *next = static_cast<const char*>(ahead), *second = C == 2 ? next + int64_t(k) * 64 : nullptr;
   for (int row = 0; row < m; row += size) {
     const Ahead ahead{next, parts == 1 ? second : nullptr};
     rows_of<C, T>(min(size, m - row), x + int64_t(row) * ldx, ldx, w, k, out, row, column, ahead);
@@ -190,10 +252,11 @@ void linear_in(const Parallel& p, const T* x, int ldx, int m, int k, const Outpu
   const int64_t distance = C == 1 ? AHEAD : int64_t(C) * k * 64;
   in_spans(p, ceil_div(blocks, C), [&](int i) {
     const T* from = w + int64_t(i) * C * k * 16;
+    const void* ahead = reinterpret_cast<const char*>(from) + distance;
     if ((i + 1) * C <= blocks)
-      columns<C, T>(x, ldx, m, from, k, out, i * C * 16, distance);
+      columns<C, T>(x, ldx, m, from, k, out, i * C * 16, ahead);
     else
-      columns<1, T>(x, ldx, m, from, k, out, i * C * 16, distance);
+      columns<1, T>(x, ldx, m, from, k, out, i * C * 16, ahead);
   });
 }
 
@@ -205,6 +268,53 @@ void linear_of(const Parallel& p, const T* x, int ldx, int m, int k, const Outpu
   else
     linear_in<LINEAR_BLOCKS, T>(p, x, ldx, m, k, out);
 }
+
+#if defined(__AVX512F__)
+
+template <int R = 1>
+void compact_rows(int m, const uint32_t* x, int ldx, const CompactBlock& w, const Output& out, int column) {
+  if (m == R)
+    block<R>(x, ldx, w, out, 0, column);
+  else if constexpr (R < LINEAR_ROWS)
+    compact_rows<R + 1>(m, x, ldx, w, out, column);
+}
+
+// Room of a thread's own, for as long as it lives.
+inline uint32_t* room(int64_t words) {
+  static thread_local struct Room {
+    void* data = nullptr;
+    int64_t words = 0;
+    ~Room() { std::free(data); }
+  } own;
+  if (own.words < words) {
+    std::free(own.data);
+    own.data = std::aligned_alloc(64, words * 4), own.words = words;
+  }
+  return static_cast<uint32_t*>(own.data);
+}
+
+// Few rows: words are expanded where they are multiplied. Many: once for all rows, and then they are as any others.
+inline void linear_compact(const Parallel& p, const uint32_t* x, int ldx, int m, int k, const Output& out) {
+  const int blocks = ceil_div(out.w.n, 16), together = m <= LINEAR_ROWS ? 1 : LINEAR_BLOCKS;
+  in_spans(p, ceil_div(blocks, together), [&](int i) {
+    const int first = i * together, column = first * 16;
+    if (together == 1) return compact_rows(m, x, ldx, block_of(out.w, first), out, column);
+    uint32_t* whole = room(int64_t(LINEAR_BLOCKS) * k * 16);
+    const int count = min(together, blocks - first);
+    for (int c = 0; c < count; c++) expand_block(block_of(out.w, first + c), whole + int64_t(c) * k * 16);
+    const void* ahead = block_of(out.w, first + count).data;
+    if (count == LINEAR_BLOCKS)
+      columns<LINEAR_BLOCKS>(x, ldx, m, whole, k, out, column, ahead);
+    else
+      columns<1>(x, ldx, m, whole, k, out, column, ahead);
+  });
+}
+
+#else
+
+inline void linear_compact(const Parallel&, const uint32_t*, int, int, int, const Output&) {}  // never asked for
+
+#endif
 
 inline void round_row(const float* x, int k, uint16_t* out) {
   int i = 0;
@@ -225,7 +335,7 @@ inline void quantise_row(const float* x, int k, uint8_t* out) {
   std::memcpy(out + i, &scale, 4);
 }
 
-inline int words(const Packed& w) { return w.type == FLOAT32 ? w.k : ceil_div(w.k, w.type == BFLOAT16 ? 2 : 4); }
+inline int words(const Packed& w) { return w.type == FLOAT32 ? w.k : ceil_div(w.k, w.type == INT8 ? 4 : 2); }
 
 inline void linear(const Parallel& p, const float* x, int m, const Packed& w, const float* residual, float* y,
                    uint16_t* rounded) {
@@ -248,6 +358,8 @@ inline void linear(const Parallel& p, const float* x, int m, const Packed& w, co
     parallel(p, ceil_div(m, at_once), round_rows);
   if (w.type == INT8)
     linear_of<Bytes>(p, reinterpret_cast<const Bytes*>(rounded), ldx, m, k, out);
+  else if (w.type == COMPACT)
+    linear_compact(p, reinterpret_cast<const uint32_t*>(rounded), ldx, m, k, out);
   else
     linear_of<uint32_t>(p, reinterpret_cast<const uint32_t*>(rounded), ldx, m, k, out);
 }

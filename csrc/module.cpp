@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -15,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "compact.h"
 #include "kernels.h"
 #include "openmp.h"
 #include "pool.h"
@@ -78,8 +80,10 @@ struct Weight {
   uintptr_t data, bias;
   int n, k, type;
   uintptr_t scales, sums;
+  int spill;
   Packed packed() const {
-    return {at<const void>(data), at<const float>(bias), n, k, type, at<const float>(scales), at<const int32_t>(sums)};
+    return {at<const void>(data), at<const float>(bias), n, k, type, at<const float>(scales), at<const int32_t>(sums),
+            spill};
   }
 };
 
@@ -220,22 +224,46 @@ class Runtime {
 
   std::string isa() const { return kernels_->name; }
   int threads() const { return parallel_.threads; }
+  bool has_compact() const { return kernels_->compact; }
 
   void pack(uintptr_t weight, const Weight& out) {
     // Blocks of 16 outputs are packed apart: each is contiguous in the result.
     const int step = out.type == FLOAT32 ? 1 : out.type == BFLOAT16 ? 2 : 4;
     const int64_t bytes = int64_t(16) * 4 * ((out.k + step - 1) / step);
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto pack_block = [&](int i) {
+    each_block(out.n, [&](int i) {
       Packed block = out.packed();
       block.data = at<const char>(out.data) + i * bytes;
       block.n = std::min(16, out.n - i * 16);
       if (out.type == INT8) block.scales += i * 16, block.sums += i * 16;
       kernels_->pack(at<const float>(weight) + int64_t(i) * 16 * out.k, block);
-    };
-    using Task = decltype(pack_block);
-    const auto call = [](const void* task, int i) { (*static_cast<const Task*>(task))(i); };
-    parallel_.run(parallel_.pool, (out.n + 15) / 16, call, &pack_block);
+    });
+  }
+
+  // What compact blocks of a packed bfloat16 weight need room for: the most groups of one that stay as they are.
+  int spill(const Weight& raw) {
+    std::atomic<int> most = 0;
+    each_block(raw.n, [&](int i) {
+      const int kept = make_compact(at<const uint16_t>(raw.data) + int64_t(i) * 16 * raw.k, raw.k / 2, 0, nullptr);
+      for (int known = most; known < kept && !most.compare_exchange_weak(known, kept);) {}
+    });
+    return most;
+  }
+
+  void compact(const Weight& raw, const Weight& out) {
+    each_block(raw.n, [&](int i) {
+      const CompactBlock block = block_of(out.packed(), i);
+      make_compact(at<const uint16_t>(raw.data) + int64_t(i) * 16 * raw.k, block.words, block.spill,
+                   const_cast<uint8_t*>(block.data));
+    });
+  }
+
+  // Rows of a compact weight, bfloat16 [count, k].
+  void rows(const Weight& weight, uintptr_t ids, int64_t count, uintptr_t out) {
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t id = at<const int64_t>(ids)[i];
+      uint16_t* row = at<uint16_t>(out) + i * weight.k;
+      each_of_row(block_of(weight.packed(), id / 16), int(id % 16), weight.k, [&](int j, uint16_t w) { row[j] = w; });
+    }
   }
 
   void linear(uintptr_t x, int m, const Weight& w, uintptr_t residual, uintptr_t y) {
@@ -321,6 +349,14 @@ class Runtime {
   }
 
  private:
+  // Calls task(i) for all blocks of 16 of n outputs.
+  template <class Task>
+  void each_block(int n, const Task& task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto call = [](const void* task, int i) { (*static_cast<const Task*>(task))(i); };
+    parallel_.run(parallel_.pool, (n + 15) / 16, call, &task);
+  }
+
   void point_to(const std::vector<std::tuple<uintptr_t, uintptr_t>>& caches) {
     caches_.clear();
     for (auto& [k, v] : caches) caches_.push_back({at<void>(k), at<void>(v)});
@@ -375,11 +411,11 @@ NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels; used through longdraft.kernels.native.";
   m.def("isas", &isas);
   m.def("huge_pages", &huge_pages);
+  m.def("compact_bytes", &CompactBlock::bytes);
   m.attr("PAGE") = PAGE;
   nb::class_<Weight>(m, "Weight").def(
-      "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, int type, uintptr_t scales, uintptr_t sums) {
-        new (w) Weight{data, bias, n, k, type, scales, sums};
-      });
+      "__init__", [](Weight* w, uintptr_t data, uintptr_t bias, int n, int k, int type, uintptr_t scales, uintptr_t sums,
+                     int spill) { new (w) Weight{data, bias, n, k, type, scales, sums, spill}; });
   nb::class_<Plan>(m, "Plan").def(nb::init<int, int, int, bool, int, int, int, int, uintptr_t, uintptr_t, uintptr_t,
                                            uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>())
       .def(nb::init<int, int, int, bool, int, int, uintptr_t, uintptr_t, uintptr_t, int, uintptr_t>());
@@ -403,7 +439,11 @@ NB_MODULE(_native, m) {
       .def(nb::init<const std::string&, int>())
       .def_prop_ro("isa", &Runtime::isa)
       .def_prop_ro("threads", &Runtime::threads)
+      .def_prop_ro("has_compact", &Runtime::has_compact)
       .def("pack", &Runtime::pack, Release())
+      .def("spill", &Runtime::spill, Release())
+      .def("compact", &Runtime::compact, Release())
+      .def("rows", &Runtime::rows, Release())
       .def("linear", &Runtime::linear, Release())
       .def("write", &Runtime::write, Release())
       .def("attention", &Runtime::attention, Release())

@@ -167,6 +167,34 @@ inline void store_bf16(uint16_t* p, V a) {
 
 #endif
 
+#if defined(__AVX512F__)
+
+inline P pairs_of(__m512i words) {
+#if defined(__AVX512BF16__)
+  return {(__m512bh)words};
+#else
+  const __m512i high = _mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000)));
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))}, {_mm512_castsi512_ps(high)}};
+#endif
+}
+
+// Words of a group of compact weights (compact.h).
+struct Exponents {
+  __m512i x;
+};
+inline Exponents exponents(const uint16_t* table) {
+  return {_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)table))};  // a fifth bit of a code is not looked at
+}
+template <int J>
+inline __m512i expand(const uint8_t* group, Exponents table) {
+  const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(group), 4 * J);
+  const __m512i rest = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(group + 64 + 32 * J)));
+  const __m512i exponent = _mm512_permutexvar_epi16(codes, table.x);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(int16_t(0x807f)), rest, exponent, 0xca);  // the mask chooses
+}
+
+#endif
+
 // --- sixteen sums of products of bytes: lane i of `b` holds four signed weights, `a` four unsigned inputs
 
 #if defined(__AVX512VNNI__)

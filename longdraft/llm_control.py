@@ -52,7 +52,7 @@ def make_control(name: str, model: Transformer, beside: tuple[DraftConfig, ...] 
     """
     spec, drafts, found = model.spec, considered(model.spec) + beside, _calibration(model)
     curves = found and found.curves
-    target = Target(name, model.config, _hardware(spec), spec.dtype.itemsize, spec.kv_dtype.itemsize)
+    target = Target(name, model.config, _hardware(spec), model.bytes_per_weight, spec.kv_dtype.itemsize)
     prices: Prices = Roofline(target, drafts)
     if curves and any(curves.knows(draft) for draft in drafts):
         guessed = replace(target, hardware=found.hardware)

@@ -140,7 +140,7 @@ def _target(llm: LLM) -> Target:
         kind="gpu" if model.device.type == "cuda" else "cpu",
         source=f"calibrated with {llm.checkpoint.name}, {where.dtype}, {where.kernels}, {where.threads} threads",
     )
-    sizes = model.dtype.itemsize, model.kv_dtype.itemsize
+    sizes = model.bytes_per_weight, model.kv_dtype.itemsize
     return Target(llm.checkpoint.name, model.config, hardware, *sizes)
 
 

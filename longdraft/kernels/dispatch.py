@@ -24,7 +24,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "ref": "longdraft.kernels.attention.ref:ReferenceAttention",
     },
     "linear": {
-        "native": "longdraft.kernels.native:NativeLinear",
+        "native": "longdraft.kernels.linear.native:NativeLinear",
         "torch": "longdraft.kernels.linear.ref:TorchLinear",
         "ref": "longdraft.kernels.linear.ref:TorchLinear",
     },

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ except ImportError as error:
     _native, WHY_NOT = None, f"the native extension is not there ({error})"
 else:
     WHY_NOT = ""
-TYPES = {torch.float32: (0, 1), torch.bfloat16: (1, 2), torch.int8: (2, 4)}  # number, inputs to a word
 FAR = 2**30  # a position that no query reaches, in 32 bits
 
 
@@ -138,72 +136,6 @@ def page_scores(parts: torch.Tensor, bounds: torch.Tensor, pages: torch.Tensor) 
     addresses = (parts.data_ptr(), pages.data_ptr(), len(pages), scores.data_ptr())
     runtime().page_scores(shape, layers, bounds.data_ptr(), num_pages, *addresses)
     return scores
-
-
-class NativeLinear:
-    """y = x Wᵀ + b with one order of summation for every number of rows; the weights are stored packed."""
-
-    name = "native"
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, spec: CallSpec | None, dtype: torch.dtype | None = None
-    ) -> None:
-        """``dtype``: what the weights are stored in if not in the spec's type; int8 is for drafts only."""
-        self.n, self.k = weight.shape
-        self.dtype = dtype or spec.dtype
-        step = TYPES[self.dtype][1]
-        blocks = -(-self.n // 16)
-        self.packed = torch.empty((blocks, -(-self.k // step), 16, step), dtype=self.dtype)
-        use_huge_pages(self.packed)
-        self.bias = None if bias is None else bias.float().contiguous()
-        int8 = self.dtype == torch.int8
-        self.scales = torch.empty(16 * blocks) if int8 else None
-        self.sums = torch.empty(16 * blocks, dtype=torch.int32) if int8 else None
-        self._point()
-        wide = weight.float().contiguous()
-        runtime().pack(wide.data_ptr(), self.handle)
-
-    def _point(self) -> None:
-        """What the kernels know of the layer: addresses alone."""
-        packed, bias, scales, sums = (address(x) for x in (self.packed, self.bias, self.scales, self.sums))
-        self.handle = _native.Weight(packed, bias, self.n, self.k, TYPES[self.dtype][0], scales, sums)
-
-    @staticmethod
-    def supports(spec: CallSpec) -> str | None:
-        """See ``unsupported``."""
-        return unsupported(spec)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [N, in]`` → ``[N, out]``."""
-        x = x.float().contiguous()
-        y = torch.empty(len(x), self.n)
-        runtime().linear(x.data_ptr(), len(x), self.handle, 0, y.data_ptr())
-        return y
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it is used, ``[out, in]`` float32."""
-        flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)[: self.n, : self.k].float()
-        return flat if self.scales is None else flat * self.scales[: self.n, None]
-
-    def quantised(self) -> NativeLinear:
-        """The same layer with 8-bit weights: one scale per output, inputs rounded to 8 bits row by row."""
-        return NativeLinear(self.weight, self.bias, None, torch.int8)
-
-    def part(self, start: int) -> NativeLinear:
-        """The same layer without its first ``start`` outputs, a multiple of 16, over the same memory."""
-        assert start % 16 == 0, "weights are packed in blocks of 16 outputs"
-        rest = copy(self)
-        rest.n, rest.packed = self.n - start, self.packed[start // 16 :]
-        rest.bias, rest.scales, rest.sums = (
-            None if x is None else x[start:] for x in (self.bias, self.scales, self.sums)
-        )
-        rest._point()
-        return rest
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, ``[len(ids), in]``: the embeddings of a tied model."""
-        return self.packed[ids // 16, :, ids % 16].flatten(1)[:, : self.k]
 
 
 class NativeAttention:

@@ -14,6 +14,7 @@ import torch
 from longdraft.capture import Capture
 from longdraft.errors import InvalidValueError
 from longdraft.kernels import native
+from longdraft.kernels.linear.native import NativeLinear
 from longdraft.view import AttnPlan, LayerKV
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 def fuse(model: Transformer) -> FusedDecoder | None:
     """The fused pass of a model whose layers all run on the native kernels; ``None`` for others."""
-    is_native = isinstance(model.head, native.NativeLinear) and isinstance(model.layout, native.BlockedLayout)
+    is_native = isinstance(model.head, NativeLinear) and isinstance(model.layout, native.BlockedLayout)
     return FusedDecoder(model) if is_native else None
 
 
 class FusedDecoder:
     """Addresses of a model's weights, gathered once."""
 
-    def __init__(self, model: Transformer, tied: native.NativeLinear | None = None) -> None:
+    def __init__(self, model: Transformer, tied: NativeLinear | None = None) -> None:
         """``tied``: the layer whose rows are the embeddings of a tied model, if that is not the model's head."""
         config, spec = model.config, model.spec
         self.layout, self.spec, self.vocab_size = model.layout, spec, config.vocab_size
@@ -116,7 +117,7 @@ def int8_twin(model: Transformer) -> Transformer:
         rounded.mlp.gate_up, rounded.mlp.down = layer.mlp.gate_up.quantised(), layer.mlp.down.quantised()
         twin.layers.append(rounded)
         products += [rounded.qkv, rounded.output, rounded.mlp.gate_up, rounded.mlp.down]
-    twin.weight_bytes = sum(x.packed.nbytes for x in [twin.head, *products])
+    twin.weight_bytes = sum(x.num_bytes for x in [twin.head, *products])
     twin._fused = FusedDecoder(twin, model.head)
     return twin
 

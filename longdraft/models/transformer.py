@@ -23,7 +23,7 @@ from longdraft.models.config import ModelConfig
 from longdraft.models.fused import fuse, int8_twin
 from longdraft.models.layers import GatedMLP, Linear, RMSNorm
 from longdraft.models.rope import RotaryTable, apply_rotary
-from longdraft.models.weights import WeightSource, check_names_and_shapes
+from longdraft.models.weights import WeightSource, check_names_and_shapes, num_parameters
 from longdraft.view import AttnPlan, LayerKV
 
 
@@ -75,6 +75,11 @@ class Transformer:
         self.weight_bytes = load.num_bytes
         self._fused = fuse(self)
         self._int8: Transformer | None = None
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """On average, as weights are kept: that may be in less than their type takes."""
+        return self.weight_bytes / num_parameters(self.config)
 
     @torch.inference_mode()
     def forward(
@@ -241,11 +246,16 @@ class _Loader:
         """One linear layer from sibling projections; they have biases all together or not at all."""
         has_bias = self._has_bias(names[0])
         bias = self.tensor(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self.kernel(self.tensor(*(f"{name}.weight" for name in names)), bias, self.spec)
+        return self._product(self.tensor(*(f"{name}.weight" for name in names)), bias)
 
     def head(self, embedding: torch.Tensor) -> Linear:
         """The output layer of a tied model."""
-        return self.kernel(embedding, None, self.spec)
+        return self._product(embedding, None)
+
+    def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        layer = self.kernel(weight, bias, self.spec)
+        self.num_bytes += layer.num_bytes - weight.nbytes  # as it is kept, which may be more or less
+        return layer
 
     def norm(self, name: str) -> RMSNorm:
         """An RMSNorm, its weight in the compute type."""

@@ -19,6 +19,7 @@ from longdraft.kernels import native
 from longdraft.kernels.attention.ref import ReferenceAttention
 from longdraft.kernels.dispatch import CallSpec, explain
 from longdraft.kernels.layout import BlockedLayout, PlainLayout
+from longdraft.kernels.linear.native import NativeLinear
 from longdraft.kernels.linear.ref import TorchLinear
 from longdraft.kv.select.streaming_llm import StreamingLLM
 from longdraft.kv.store import PagedStore
@@ -217,7 +218,7 @@ def test_linear(shape, dtype, bias):
     weight, x = torch.randn(shape).to(dtype), torch.randn(40, shape[1])
     b = torch.randn(shape[0]) if bias else None
     spec = spec_of(dtype)
-    layer = native.NativeLinear(weight, b, spec)
+    layer = NativeLinear(weight, b, spec)
     y = layer(x)
     torch.testing.assert_close(y, TorchLinear(weight, b, spec)(x), rtol=1e-5, atol=1e-3)
     for m in (1, 2, 5, 7, 12, 13, 25):
@@ -396,6 +397,7 @@ def test_the_switch_puts_torch_first(monkeypatch):
 SCRIPT = """
 import torch
 from longdraft.kernels import native
+from longdraft.kernels.linear.native import NativeLinear
 from longdraft import SamplingParams
 from longdraft.config import DraftConfig
 from longdraft.errors import InvalidValueError
@@ -428,7 +430,7 @@ def run_with(**environment):
 def test_a_forked_child_makes_threads_of_its_own():
     """The parent's threads do not exist there; neither using the kernels nor leaving may wait for them."""
     torch.manual_seed(0)
-    layer, x = native.NativeLinear(torch.randn(64, 64), None, spec_of(torch.float32)), torch.randn(40, 64)
+    layer, x = NativeLinear(torch.randn(64, 64), None, spec_of(torch.float32)), torch.randn(40, 64)
     want = layer(x)
     pid = os.fork()
     if pid == 0:
@@ -464,7 +466,7 @@ def test_eight_bit_weights(shape, bias):
     weight, x = torch.randn(n, k) * torch.rand(n, 1), torch.randn(20, k)
     weight[n // 2] = 0
     b = torch.randn(n) if bias else None
-    layer = native.NativeLinear(weight, b, spec_of(torch.float32)).quantised()
+    layer = NativeLinear(weight, b, spec_of(torch.float32)).quantised()
     steps = weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((layer.weight - weight).abs() <= steps * 0.5001).all()
     scale = x.abs().amax(dim=1, keepdim=True) / 127

@@ -21,6 +21,11 @@ class TorchLinear:
         """Serves every call."""
         return None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
     def part(self, start: int) -> TorchLinear:
         """The same layer without its first ``start`` outputs, over the same memory."""
         return TorchLinear(self.weight[start:], None if self.bias is None else self.bias[start:], self.spec)
