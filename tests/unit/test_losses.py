@@ -11,8 +11,7 @@ from longdraft.train.losses import (
     Text,
     Top,
     Whole,
-    acceptance,
-    forward_kl,
+    compare,
     make_loss,
     mean_loss,
 )
@@ -45,6 +44,14 @@ def pairs(top=None, seed=0):
         Top.of(p, top).pair(slice(None), q.log_softmax(-1), 1.0) if top else (p.log_softmax(-1), q.log_softmax(-1))
     )
     return log_p, log_q
+
+
+def forward_kl(log_p, log_q):
+    return compare(log_p, log_q)[0]
+
+
+def acceptance(log_p, log_q):
+    return compare(log_p, log_q)[1]
 
 
 def test_acceptance_is_one_less_the_variation_and_kl_is_that_of_torch():
