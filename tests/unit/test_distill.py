@@ -79,6 +79,31 @@ def test_the_loss_is_that_of_single_texts_by_hand(world, weights):
     assert len(used) > 1
 
 
+@torch.no_grad()
+def test_the_targets_logits_are_those_of_its_own_pass(world):
+    """Also where it multiplies in bfloat16."""
+    ids = texts(2, 14).tolist()
+    for model in (world.teacher.model, Transformer(world.config, world.source, dtype=torch.bfloat16)):
+        teacher, limit = Teacher(model), 1e-9 if model.dtype == F64 else 1e-3
+        streams, own = next(teacher.chunks(ids, (world.config.num_layers,)))
+        found = Live(teacher, ()).logits(streams[0].flatten(0, 1))
+        torch.testing.assert_close(found, own.flatten(0, 1), rtol=limit, atol=limit * float(own.abs().max()))
+
+
+@torch.no_grad()
+def test_a_head_in_the_type_of_products_changes_no_logit(world):
+    ends, x = (
+        Ends(*(x.float() for x in (world.draft.embedding, world.draft.norm, world.draft.head))),
+        torch.randn(5, 64),
+    )
+    assert ends.as_multiplied() is ends
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = ends.as_multiplied()
+        assert cast.head.dtype == torch.bfloat16 and torch.equal(cast.logits(x, 1e-5), ends.logits(x, 1e-5))
+        learned = replace(ends, head=ends.head.clone().requires_grad_())
+        assert learned.as_multiplied() is learned
+
+
 def test_a_batch_in_parts_has_the_same_gradient(world):
     """Parts weighted by their texts, as the training loop takes them."""
     ids, objective = texts(6, 11), world.objective(DistillConfig(k=4))
