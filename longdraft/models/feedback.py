@@ -15,7 +15,7 @@ after the other. ``drafts/spire.py`` runs the same layers on the package's kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -92,6 +92,13 @@ class Ends:
         """Read from the target's checkpoint."""
         embedding, norm = (source.load(f"model.{name}.weight").to(dtype) for name in ("embed_tokens", "norm"))
         return cls(embedding, norm, embedding if target.tie_embeddings else source.load("lm_head.weight").to(dtype))
+
+    def as_multiplied(self) -> Ends:
+        """With the head in the type that autocast multiplies in: it casts what does not learn for every product."""
+        device = self.head.device.type
+        if self.head.requires_grad or not torch.is_autocast_enabled(device):
+            return self
+        return replace(self, head=self.head.to(torch.get_autocast_dtype(device)))
 
     def logits(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         """``[..., V]`` of residual streams ``[..., hidden]`` behind the last layer; ``eps`` is the norm's."""

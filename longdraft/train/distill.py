@@ -11,6 +11,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -42,14 +43,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Live:
-    """The target itself, asked for every batch. ``logits``: its own norm and head, as training needs them.
+    """The target itself, asked for every batch.
 
     Its type may be another than the draft's: a bfloat16 target on native kernels teaches a float32 draft.
     """
 
     teacher: Teacher
     taps: tuple[int, ...]
-    logits: Logits
+
+    @property
+    def logits(self) -> Logits:
+        """By its own norm and head."""
+        return self.teacher.logits
 
     def of(self, ids: torch.Tensor) -> Said:
         """See ``Source``."""
@@ -122,9 +127,9 @@ class Distillation:
         """
         as_int("length", ids.shape[1], self.config.k + 1, 2**31 - 1, "Train on longer texts.")
         total, figures = ids.new_zeros((), dtype=self.student.model.embedding.dtype), defaultdict(float)
-        said = self.source.of(ids)
+        said, logits = self.source.of(ids), self._logits()
         for first, rows in self._by_beginning(ids):
-            value, shown = self._of_alike(ids, said, rows, first)
+            value, shown = self._of_alike(ids, said, logits, rows, first)
             share = len(rows) / len(ids)
             total = total + share * value
             for name, x in shown.items():
@@ -134,6 +139,11 @@ class Distillation:
     def export(self, folder: Path) -> None:
         """See ``Objective``."""
         self.student.export(folder)
+
+    def _logits(self) -> Logits:
+        """The draft's, for one batch."""
+        model = self.student.model
+        return partial(model.ends.as_multiplied().logits, eps=model.target.norm_eps)
 
     def _by_beginning(self, ids: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
         """Where blocks begin, and the texts for which that is so."""
@@ -146,7 +156,7 @@ class Distillation:
         yield from found.items()
 
     def _of_alike(
-        self, ids: torch.Tensor, said: Said, rows: list[int], first: int
+        self, ids: torch.Tensor, said: Said, logits: Logits, rows: list[int], first: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Of texts whose blocks begin at the same place. What follows the last token is not known, so it is no use."""
         model, config, stop = self.student.model, self.config, ids.shape[1] - 1
@@ -158,7 +168,7 @@ class Distillation:
             weights = x.new_tensor(config.weights)[place].repeat(len(rows))
         text = Text(ids[rows, first + 1 :].flatten(), said.targets.part(rows, first, stop), weights)
         how = {"temperature": config.temperature, "learned": self.student.learned_ends, "chunk": config.chunk}
-        return mean_loss(x.flatten(0, 1), model.logits, text, self._loss, **how)
+        return mean_loss(x.flatten(0, 1), logits, text, self._loss, **how)
 
 
 def first_block(text: torch.Tensor, k: int, seed: int) -> int:

@@ -23,13 +23,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError
-from longdraft.spec.acceptance import overlap
 
 CHUNK = 128  # tokens whose logits exist at once
+STRIP = 16  # tokens that are compared at once: what that takes stays in the cache, and in memory that is there
+LEAST = -1e4  # of a logarithm; its exponential is 0 in float64, too
 Logits = Callable[[torch.Tensor], torch.Tensor]  # residual streams [n, hidden] behind the last layer → [n, V]
+Value = Callable[[torch.Tensor, slice], torch.Tensor]  # logits [m, V] of some of a chunk's tokens, and which → []
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,23 @@ class Whole:
         """Of texts ``[B, L, ...]`` some, and of these the tokens ``[first, stop)``, all in one row: ``[N, ...]``."""
         return Whole(self.streams[rows, first:stop].flatten(0, 1), self.logits)
 
+    @torch.no_grad()
+    def at(self, rows: slice) -> Known:
+        """Of N tokens some, with their logits."""
+        with torch.autocast(self.streams.device.type, enabled=False):  # a target is not rounded
+            return Known(self.logits(self.streams[rows]))
+
+
+@dataclass(frozen=True)
+class Known:
+    """All of p as logits ``[N, V]``."""
+
+    logits: torch.Tensor
+
+    @torch.no_grad()
     def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """log p and log q of some of N tokens, ``[n, C]`` each, C being what is told apart: here all tokens."""
-        with torch.no_grad(), torch.autocast(log_q.device.type, enabled=False):  # a target is not rounded
-            return (self.logits(self.streams[rows]) / temperature).log_softmax(dim=-1), log_q
+        return log_probs(self.logits[rows], temperature), log_q
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class Top:
     def of(cls, logits: torch.Tensor, k: int, temperature: float = 1.0) -> Top:
         """The ``k`` largest of the distributions that ``logits [..., V]`` give."""
         as_int("top", k, 1, logits.shape[-1] - 1, "All of p needs no rest.")
-        log_p = (logits / temperature).log_softmax(dim=-1)
+        log_p = log_probs(logits, temperature)
         top = log_p.topk(k, dim=-1)
         return cls(top.indices, top.values, _log_rest(log_p, top.indices), temperature)
 
@@ -71,8 +87,12 @@ class Top:
         parts = (x[rows, first:stop].flatten(0, 1) for x in (self.ids, self.log_p, self.log_rest))
         return Top(*parts, self.temperature)
 
+    def at(self, rows: slice) -> Top:
+        """Of N tokens some."""
+        return Top(self.ids[rows], self.log_p[rows], self.log_rest[rows], self.temperature)
+
     def pair(self, rows: slice, log_q: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Whole``: K tokens and the rest."""
+        """See ``Known``: K tokens and the rest."""
         if temperature != self.temperature:
             limit = f"must be {self.temperature}, at which the target's largest entries were taken"
             raise InvalidValueError("temperature", temperature, limit)
@@ -84,20 +104,46 @@ class Top:
 Targets = Whole | Top
 
 
+def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``[..., V]`` at a ``temperature`` above 0, in at least float32: autocast multiplies in bfloat16."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
+
+
 def _log_rest(log_p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """``[...]``: the logarithm of the mass of all tokens but ``ids [..., K]``; no difference of near numbers."""
     return log_p.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
 
 
-def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p ‖ q), ``[n, C]`` twice → ``[n]``; what p excludes counts nothing."""
-    p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
+def compare(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(p ‖ q), where what p excludes counts nothing, and α = sum min(p, q): ``[n, C]`` twice → ``[n]`` each."""
+    return _Compare.apply(log_p, log_q)
 
 
-def acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """α = sum min(p, q), ``[n, C]`` twice → ``[n]``."""
-    return overlap(log_p.exp(), log_q.exp())
+class _Compare(torch.autograd.Function):
+    """See ``compare``. Gradients are q's alone; in closed form they take a third of the passes over ``[n, C]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        log_p: torch.Tensor,
+        log_q: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whatever is not returned is made in place: new memory costs more than the arithmetic."""
+        p, q, scratch = log_p.exp(), log_q.exp(), log_p - log_q
+        kl = scratch.clamp_(min=LEAST).mul_(p).sum(dim=-1)
+        alpha = torch.minimum(p, q, out=scratch).sum(dim=-1)
+        if ctx.needs_input_grad[1]:  # d alpha / d log q = q where q < p, and half of it where they are equal
+            torch.sub(p, q, out=scratch).sign_().add_(1).mul_(q).mul_(0.5)
+            ctx.save_for_backward(p, scratch)
+        return kl, alpha
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_kl: torch.Tensor, of_alpha: torch.Tensor) -> tuple[None, torch.Tensor]:  # noqa: ANN401
+        """d KL / d log q = −p."""
+        p, smaller = ctx.saved_tensors
+        return None, (smaller * of_alpha[:, None]).addcmul_(p, of_kl[:, None], value=-1)
 
 
 @dataclass(frozen=True)
@@ -109,14 +155,18 @@ class Compared:
     log_q_of_text: torch.Tensor  # [n]: of the text's own next token
 
     @cached_property
+    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return compare(self.log_p, self.log_q)
+
+    @property
     def acceptance(self) -> torch.Tensor:
         """α, ``[n]``."""
-        return acceptance(self.log_p, self.log_q)
+        return self._both[1]
 
-    @cached_property
+    @property
     def kl(self) -> torch.Tensor:
         """KL(p ‖ q), ``[n]``."""
-        return forward_kl(self.log_p, self.log_q)
+        return self._both[0]
 
     @torch.no_grad()
     def figures(self) -> dict[str, torch.Tensor]:
@@ -138,7 +188,7 @@ class MixedLoss:
         object.__setattr__(self, "omega", as_float("omega", self.omega, 0.0, 1.0))
 
     def __call__(self, compared: Compared) -> torch.Tensor:
-        """``[n]``. A part that does not count is not computed."""
+        """``[n]``. A part that does not count may be infinite."""
         total = self.omega * compared.kl if self.omega > 0 else 0.0
         return total - (1 - self.omega) * compared.acceptance if self.omega < 1 else total
 
@@ -191,19 +241,30 @@ def mean_loss(
     weights = weights / weights.sum()
     figures: dict[str, float] = defaultdict(float)
 
-    def part(piece: torch.Tensor, rows: slice) -> torch.Tensor:
-        log_q = (logits(piece) / temperature).log_softmax(dim=-1)
-        of_text = log_q.gather(-1, text.labels[rows, None])[:, 0]
-        pair = text.targets.pair(rows, log_q, temperature) if text.targets else (None, log_q)
-        compared = Compared(pair[1], pair[0], of_text)
-        value = (weights[rows] * loss(compared)).sum()
-        for name, each in compared.figures().items():
-            figures[name] += float(each.detach().sum()) / len(x)
+    def of_chunk(rows: slice) -> Value:
+        labels, mine = text.labels[rows, None], weights[rows]
+        known = text.targets and text.targets.at(rows)
+
+        def value(z: torch.Tensor, some: slice) -> torch.Tensor:
+            log_q = log_probs(z, temperature)
+            of_text = log_q.gather(-1, labels[some])[:, 0]
+            log_p, log_q = known.pair(some, log_q, temperature) if known else (None, log_q)
+            compared = Compared(log_q, log_p, of_text)
+            total = (mine[some] * loss(compared)).sum()
+            for name, each in compared.figures().items():
+                figures[name] += float(each.detach().sum()) / len(x)
+            return total
+
         return value
 
-    if not torch.is_grad_enabled():
-        return sum(part(x[rows], rows) for rows in _chunks(len(x), chunk)), figures
-    return _InChunks.apply(part, chunk, x, *learned), figures
+    if torch.is_grad_enabled():
+        return _InChunks.apply(logits, of_chunk, chunk, x, *learned), figures
+    total = x.new_zeros(())
+    for rows in _chunks(len(x), chunk):
+        z, value = logits(x[rows]), of_chunk(rows)
+        for some in _chunks(len(z), STRIP):
+            total += value(z[some], some)
+    return total, figures
 
 
 def _chunks(length: int, chunk: int) -> Iterator[slice]:
@@ -211,7 +272,7 @@ def _chunks(length: int, chunk: int) -> Iterator[slice]:
 
 
 class _InChunks(torch.autograd.Function):
-    """The sum of a function's values over chunks of ``x``; each chunk's graph is gone before the next one is made.
+    """The sum of values over chunks of ``x``; each chunk's graph is gone before the next one is made.
 
     So gradients are computed on the way forward, and only scaled on the way back.
     """
@@ -219,25 +280,32 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's
-        part: Callable[[torch.Tensor, slice], torch.Tensor],
+        logits: Logits,
+        of_chunk: Callable[[slice], Value],
         chunk: int,
         x: torch.Tensor,
         *learned: torch.Tensor,
     ) -> torch.Tensor:
-        """``part(x[rows], rows)`` is a scalar; it also depends on ``learned``."""
+        """``logits`` also depends on ``learned``."""
         total, of_x, of_learned = x.new_zeros(()), torch.empty_like(x), [torch.zeros_like(w) for w in learned]
         for rows in _chunks(len(x), chunk):
             with torch.enable_grad():
                 piece = x[rows].detach().requires_grad_()
-                value = part(piece, rows)
-            of_x[rows], *more = torch.autograd.grad(value, (piece, *learned))
+                z = logits(piece)
+            of_z, value = torch.empty_like(z), of_chunk(rows)
+            for some in _chunks(len(z), STRIP):
+                with torch.enable_grad():
+                    strip = z.detach()[some].requires_grad_()
+                    part = value(strip, some)
+                (of_z[some],) = torch.autograd.grad(part, strip)
+                total += part.detach()
+            of_x[rows], *more = torch.autograd.grad(z, (piece, *learned), of_z)
             for known, new in zip(of_learned, more, strict=True):
                 known += new
-            total += value.detach()
         ctx.save_for_backward(of_x, *of_learned)
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """What was computed, times what comes from above."""
-        return None, None, *(upstream * x for x in ctx.saved_tensors)
+        return None, None, None, *(upstream * x for x in ctx.saved_tensors)

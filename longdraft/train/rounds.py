@@ -25,7 +25,7 @@ from longdraft.spec.acceptance import overlap
 from longdraft.spec.noise import COUPLED, DRAFT
 from longdraft.spec.sample import draw
 from longdraft.spec.verify import DRAW_ROWS, acceptance_probability
-from longdraft.train.losses import CHUNK, Logits, Whole, acceptance
+from longdraft.train.losses import CHUNK, Logits, Whole
 from longdraft.train.teacher import Teacher
 
 
@@ -232,7 +232,7 @@ def forced(draft: FeedbackDraft, target: Filled, logits: Logits, temperature: fl
     for start in range(0, len(x), CHUNK):
         part = slice(start, start + CHUNK)
         pair = _log_probs(said.logits(said.streams[part]), temperature), _log_probs(draft.logits(x[part]), temperature)
-        out.append(acceptance(*pair))
+        out.append(overlap(*(x.exp() for x in pair)))
     return torch.cat(out).view(len(target.texts), places.count, places.k)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_dtype
 from longdraft.errors import InvalidValueError
 from longdraft.models.config import ModelConfig, parse_hf_config
-from longdraft.models.feedback import Ends
 from longdraft.models.transformer import Transformer
 from longdraft.models.weights import fingerprint
 from longdraft.prompts import require
@@ -73,9 +71,7 @@ class _Lesson:
 
     def live(self, taps: tuple[int, ...]) -> Live:
         """The target itself."""
-        config = self.target.config
-        ends = Ends.of(config, self.target.weights)
-        return Live(self.teacher, taps, partial(ends.logits, eps=config.norm_eps))
+        return Live(self.teacher, taps)
 
     def source(self, taps: tuple[int, ...]) -> Source:
         """Of the residual streams ``taps`` and the target's distributions."""

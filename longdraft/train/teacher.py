@@ -20,6 +20,10 @@ class Teacher:
     def __init__(self, model: Transformer, chunk: int = CHUNK) -> None:
         self.model, self.chunk = model, chunk
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``[N, V]`` of residual streams ``[N, hidden]`` behind the last layer, by the target's own norm and head."""
+        return self.model.head(self.model.norm(x.to(self.model.spec.compute_dtype)))
+
     def residuals(
         self, rows: Sequence[Sequence[int]], taps: Sequence[int], store: PagedStore | None = None
     ) -> torch.Tensor:

@@ -15,7 +15,7 @@ from longdraft.models.transformer import Transformer
 from longdraft.train.arms import ARMS, an_eighth, student
 from longdraft.train.data import Batches
 from longdraft.train.distill import Distillation, DistillConfig, Live, Said, Student, first_block, narrowed
-from longdraft.train.losses import Top, Whole, acceptance
+from longdraft.train.losses import Top, Whole, compare
 from longdraft.train.prune_init import initial_tensors
 from longdraft.train.shards import Key, Shards, Shelf, write_shards
 from longdraft.train.teacher import Teacher
@@ -43,7 +43,7 @@ class World:
 
     @property
     def live(self):
-        return Live(self.teacher, self.draft.taps, self.draft.logits)
+        return Live(self.teacher, self.draft.taps)
 
     def objective(self, config=None, source=None):
         return Distillation(self.student, source or self.live, config)
@@ -68,15 +68,40 @@ def test_the_loss_is_that_of_single_texts_by_hand(world, weights):
         used.add(first)
         q = world.draft.logits(world.draft(text[None], y[:, row : row + 1], 3, first))[0].log_softmax(-1)[:-1]
         p = log_p[row, first:-1]
-        each = 0.25 * (p.exp() * (p - q)).sum(-1) - 0.75 * acceptance(p, q)
+        each = 0.25 * (p.exp() * (p - q)).sum(-1) - 0.75 * compare(p, q)[1]
         share = torch.tensor((weights or (1.0, 1.0, 1.0)) * 5)[: len(each)].double()
         losses.append((each * share).sum() / share.sum())
-        accepted.append(acceptance(p, q).mean())
+        accepted.append(compare(p, q)[1].mean())
         text_losses.append(-torch.stack([q[i, text[first + i + 1]] for i in range(len(q))]).mean())
     assert value.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-9)
     assert figures["acceptance"] == pytest.approx(torch.stack(accepted).mean().item(), rel=1e-9)
     assert figures["cross_entropy"] == pytest.approx(torch.stack(text_losses).mean().item(), rel=1e-9)
     assert len(used) > 1
+
+
+@torch.no_grad()
+def test_the_targets_logits_are_those_of_its_own_pass(world):
+    """Also where it multiplies in bfloat16."""
+    ids = texts(2, 14).tolist()
+    for model in (world.teacher.model, Transformer(world.config, world.source, dtype=torch.bfloat16)):
+        teacher, limit = Teacher(model), 1e-9 if model.dtype == F64 else 1e-3
+        streams, own = next(teacher.chunks(ids, (world.config.num_layers,)))
+        found = Live(teacher, ()).logits(streams[0].flatten(0, 1))
+        torch.testing.assert_close(found, own.flatten(0, 1), rtol=limit, atol=limit * float(own.abs().max()))
+
+
+@torch.no_grad()
+def test_a_head_in_the_type_of_products_changes_no_logit(world):
+    ends, x = (
+        Ends(*(x.float() for x in (world.draft.embedding, world.draft.norm, world.draft.head))),
+        torch.randn(5, 64),
+    )
+    assert ends.as_multiplied() is ends
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = ends.as_multiplied()
+        assert cast.head.dtype == torch.bfloat16 and torch.equal(cast.logits(x, 1e-5), ends.logits(x, 1e-5))
+        learned = replace(ends, head=ends.head.clone().requires_grad_())
+        assert learned.as_multiplied() is learned
 
 
 def test_a_batch_in_parts_has_the_same_gradient(world):
@@ -158,7 +183,7 @@ def test_a_model_of_its_own_learns_all_that_it_has(world):
     )
     sparse = narrowed(model, window=5, sinks=1)
     student = Student(sparse, learned | dict(sparse.named_parameters()), lambda folder: None)
-    objective = Distillation(student, Live(world.teacher, (), world.draft.logits), DistillConfig(k=3))
+    objective = Distillation(student, Live(world.teacher, ()), DistillConfig(k=3))
     ids = texts(3, 10)
     grads = gradient(objective, [ids])
     assert all(float(x.abs().max()) > 0 for x in grads.values())
@@ -194,7 +219,7 @@ def test_arms_lack_what_their_names_say(world):
     begun = {arm for arm, (s, _) in made.items() if torch.equal(s.parameters[name], own)}
     assert begun == ARMS.keys() - {"random-init", "small-distilled"}
     for arm, (s, how) in made.items():
-        loss = Distillation(s, Live(world.teacher, s.model.taps, s.model.logits), how).loss(texts(2, 9))[0]
+        loss = Distillation(s, Live(world.teacher, s.model.taps), how).loss(texts(2, 9))[0]
         assert bool(loss.isfinite()) and loss.requires_grad, arm
     small = parse_hf_config({"vocab_size": 9, **an_eighth(tiny_config())})
     assert (small.hidden_size, small.num_layers, small.head_dim) == (32, 1, 8), "of 64, 3 and 16"
@@ -350,17 +375,24 @@ def test_shards_of_something_else_are_refused_by_name(world, tmp_path):
         Shards(tmp_path, key(world), world.draft.logits)
 
 
+class Silent(Teacher):
+    def residuals(self, rows, taps):
+        raise RuntimeError("the target is asked")
+
+
 def test_a_shelf_has_texts_of_every_length_and_runs_the_target_for_no_other(world, tmp_path):
     """What is read is what the target says, rounded; texts that are not there are asked of it."""
     stream = texts(1, 50)[0].to(torch.int32)
     batches = Batches(stream, {8: 0.5, 12: 0.5}, 24, seed=1, fixed=True)
     shelf = Shelf.written(tmp_path, world.checkpoint, batches.texts(), world.live)
-    silent = Shelf.written(tmp_path, world.checkpoint, batches.texts(), replace(world.live, teacher=None))
+    silent = Shelf.written(
+        tmp_path, world.checkpoint, batches.texts(), replace(world.live, teacher=Silent(world.teacher.model))
+    )
     for step in range(6):  # more than an epoch of each
         ids = batches.step(step)
         said, live = silent.of(ids), world.live.of(ids)
         torch.testing.assert_close(said.residuals.double(), live.residuals, rtol=0.01, atol=0.01)
         assert torch.equal(said.targets.streams, shelf.of(ids).targets.streams)
     assert shelf.of(texts(2, 8, seed=3)).residuals.dtype == F64, "live"
-    with pytest.raises(AttributeError):
+    with pytest.raises(RuntimeError, match="asked"):
         silent.of(texts(2, 8, seed=3))

@@ -1,5 +1,7 @@
 """Losses against their definitions, finite differences, and the whole distribution where only a part is known."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,14 +13,20 @@ from longdraft.train.losses import (
     Text,
     Top,
     Whole,
-    acceptance,
-    forward_kl,
+    compare,
     make_loss,
     mean_loss,
 )
 
 F64 = torch.float64
+TYPES = (torch.bfloat16, torch.float32)
 N, HIDDEN, V = 7, 5, 12
+
+
+@pytest.fixture(autouse=True)
+def strips(monkeypatch):
+    """Two tokens are compared at once, so that no chunk is one strip."""
+    monkeypatch.setattr("longdraft.train.losses.STRIP", 2)
 
 
 def random(*shape, seed=0, scale=2.0):
@@ -47,6 +55,14 @@ def pairs(top=None, seed=0):
     return log_p, log_q
 
 
+def forward_kl(log_p, log_q):
+    return compare(log_p, log_q)[0]
+
+
+def acceptance(log_p, log_q):
+    return compare(log_p, log_q)[1]
+
+
 def test_acceptance_is_one_less_the_variation_and_kl_is_that_of_torch():
     log_p, log_q = pairs()
     variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
@@ -55,6 +71,37 @@ def test_acceptance_is_one_less_the_variation_and_kl_is_that_of_torch():
     torch.testing.assert_close(forward_kl(log_p, log_q), kl)
     never = torch.tensor([[0.0, -torch.inf]], dtype=F64)  # tokens that p excludes
     assert forward_kl(never, torch.full((1, 2), 0.5, dtype=F64).log()).item() == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(F64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("top", [None, 4])
+def test_gradients_in_closed_form_are_those_of_the_definitions(top, dtype, limit):
+    """Also where p and q are equal, where p excludes tokens, and where only one of the two is asked for."""
+    log_p, log_q = (x.to(dtype) for x in pairs(top))
+    log_q[::3, 1:3] = log_p[::3, 1:3]
+    log_p[9:12, 2] = -torch.inf
+    log_q.requires_grad_()
+    of_kl, of_alpha = (random(400, seed=seed).to(dtype) for seed in (5, 6))
+
+    def by_definition(log_q):
+        kl = (log_p.exp() * (log_p.clamp(min=-1e30) - log_q)).sum(-1)
+        return kl, torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+
+    for scales in ((of_kl, of_alpha), (of_kl, None), (None, of_alpha)):
+        found = []
+        for way in (partial(compare, log_p), by_definition):
+            values = way(log_q)
+            total = sum((scale * value).sum() for scale, value in zip(scales, values, strict=True) if scale is not None)
+            found.append((*values, *torch.autograd.grad(total, log_q)))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+
+
+def test_products_in_bfloat16_are_compared_in_float32():
+    head, x = HEAD.bfloat16(), random(N, HIDDEN).bfloat16()
+    p = Text(LABELS, Whole(random(N, HIDDEN, seed=1).float(), lambda y: y @ HEAD.float().T))
+    found = [mean_loss(x.float(), lambda y, to=to: (y.bfloat16() @ head.T).to(to), p, MixedLoss()) for to in TYPES]
+    assert found[0] == found[1]
 
 
 def test_each_loss_by_its_definition():
@@ -156,5 +203,5 @@ def test_a_temperature_is_that_of_both(name):
 def test_hard_labels_need_no_target():
     value, figures = mean_loss(random(N, HIDDEN), logits, Text(LABELS, None), make_loss("hard"))
     expected = torch.nn.functional.cross_entropy(logits(random(N, HIDDEN)), LABELS).item()
-    assert value.item() == figures["cross_entropy"] == pytest.approx(expected)
+    assert (value.item(), figures["cross_entropy"]) == pytest.approx((expected, expected))
     assert set(figures) == {"cross_entropy"}
