@@ -1,13 +1,16 @@
 """What a recipe trained, measured together: tokens per round on held-out texts (arXiv:2504.06419).
 
-Beside the drafts stands the target itself over the same window, untrained (MagicDec, arXiv:2408.11049). Several seeds
-of an arm are one method: their rounds are counted together, so intervals are those over texts, not over seeds.
+Beside the drafts stands the target itself over the same window, untrained: all of it (MagicDec, arXiv:2408.11049), and
+as few of its layers as a draft has, without anything else: those that the draft began as, and as many from end to end.
+Several seeds of an arm are one method: their rounds are counted together, so intervals are those over texts, not over
+seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from longdraft.bench.modelled import Drafting
@@ -20,11 +23,13 @@ from longdraft.models.feedback import Ends, FeedbackDraft
 from longdraft.models.transformer import Transformer
 from longdraft.prompts import require
 from longdraft.train.data import held_out
+from longdraft.train.prune_init import spread_layers
 from longdraft.train.recipe import DraftRecipe, Recipe
 from longdraft.train.rounds import FeedbackDrafter, Filled, ModelDrafter
 from longdraft.train.stages import Outcome, Workshop
 
 WINDOWED = "target over the same window"
+SAME_LAYERS, SPREAD_LAYERS = "layer skip, same layers", "layer skip, spaced"
 BASELINE = "spire"
 
 
@@ -71,14 +76,15 @@ def evaluate(
     model = Transformer(target.config, target.weights)
     stages = [(name, own.recipe.draft) for name, _, own in workshop.drafts(target.config) if name in done]
     methods = [_method(name, draft, done[name], target) for name, draft in stages]
-    found = measure(model, texts, [*methods, _windowed(target, recipe.draft)], plan, on_progress)
+    untrained = list(_untrained(target, recipe.draft, _layers(done.values())))
+    found = measure(model, texts, [*methods, *untrained], plan, on_progress)
     arms: dict[str, list[Method]] = {}
     for method in methods:
         arms.setdefault(method.name.rsplit("-", 1)[0] if recipe.arms else method.name, []).append(method)
     alone = {method.name: found[method.name] for method in methods}
     counts = {arm: [_together(c) for c in zip(*(found[m.name] for m in of), strict=True)] for arm, of in arms.items()}
-    counts[WINDOWED] = found[WINDOWED]
-    named = [replace(of[0], name=arm) for arm, of in arms.items()] + [_windowed(target, recipe.draft)]
+    counts |= {method.name: found[method.name] for method in untrained}
+    named = [replace(of[0], name=arm) for arm, of in arms.items()] + untrained
     rows = [row for method in named for row in table(target.config, method, counts[method.name])]
     baseline = BASELINE if BASELINE in counts else next(iter(counts))
     return Evaluated(plan.k, len(texts), baseline, counts, rows, alone)
@@ -89,9 +95,24 @@ def _together(counts: Sequence[Counts]) -> Counts:
     return replace(counts[0], tokens=sum(c.tokens for c in counts), rounds=sum(c.rounds for c in counts))
 
 
-def _windowed(target: Checkpoint, draft: DraftRecipe) -> Method:
+def _layers(outcomes: Iterable[Outcome]) -> tuple[int, ...]:
+    """Those of the target that SPIRe drafts of a recipe began as; none where it has no such draft."""
+    models = (outcome.model for outcome in outcomes if is_spire(outcome.model))
+    return next((tuple(read_spire(model, model.parent.name).config.layers) for model in models), ())
+
+
+def _untrained(target: Checkpoint, draft: DraftRecipe, layers: tuple[int, ...]) -> Iterator[Method]:
+    """The target over the draft's window: all of it, its ``layers`` alone, and as many from end to end, if others."""
     read = StreamingLLM(budget=draft.window + draft.sinks, sinks=draft.sinks)
-    return Method(WINDOWED, lambda filled: ModelDrafter(filled, read.select), Drafting(target.config, read.budget))
+    kept: dict[str, tuple[int, ...] | None] = {WINDOWED: None}
+    if layers:
+        kept[SAME_LAYERS] = layers
+        spread = spread_layers(len(layers), target.config.num_layers)
+        kept |= {SPREAD_LAYERS: spread} if spread != layers else {}
+    for name, own in kept.items():
+        runs = target.config if own is None else replace(target.config, num_layers=len(own))
+        make = partial(ModelDrafter, select=read.select, layers=own)
+        yield Method(name, make, Drafting(runs, read.budget))
 
 
 def _method(name: str, draft: DraftRecipe, outcome: Outcome, target: Checkpoint) -> Method:

@@ -62,6 +62,7 @@ def train(
             resume,
             lambda name, run: _hooks(progress, name, run, stop),
             lambda *done: _on_said(progress, stop, *done),
+            lambda *done: _on_written(progress, stop, *done),
         )
         done = workshop.run()
     show([_table(done)])
@@ -118,8 +119,18 @@ def _hooks(progress: Progress, name: str, run: RunConfig, stop: list[int]) -> Ho
 
 
 def _on_said(progress: Progress, stop: list[int], length: int, done: int, total: int) -> None:
-    """The bar of what the target says; what is written stays, so a stop may come at any moment."""
-    progress.update(f"target, {length}", done, total, "texts")
+    """The bar of what the target says."""
+    _on_target(progress, stop, f"target, {length}", done, total, "texts")
+
+
+def _on_written(progress: Progress, stop: list[int], done: int, total: int) -> None:
+    """The bar of what the target writes itself."""
+    _on_target(progress, stop, "writing", done, total, "tokens")
+
+
+def _on_target(progress: Progress, stop: list[int], name: str, done: int, total: int, unit: str) -> None:
+    """A bar of the target's work: what is kept of it stays, so a stop may come at any moment."""
+    progress.update(name, done, total, unit)
     if stop:
         raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -39,11 +39,21 @@ class Streams:
         parts = (self.train, self.held_out)
         return hashlib.sha256(b"".join(hashlib.sha256(x.numpy()).digest() for x in parts)).hexdigest()
 
+    def with_texts(self, texts: torch.Tensor, end: int | None) -> Streams:
+        """The same with ``texts [R, L]``, int32, to train on, each closed by the separator ``end``, if there is one."""
+        closed = texts if end is None else torch.nn.functional.pad(texts, (0, 1), value=end)
+        return replace(self, train=torch.cat([self.train, closed.flatten()]))
+
 
 def is_held_out(document: Document, share: float) -> bool:
     """Whether a document is among the ``share`` that is never trained on."""
     digest = hashlib.sha256(document.text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def encode(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """A document's ids, whatever words for special tokens it has."""
+    return tokenizer.encode(document.text, add_special_tokens=False, allow_special=False)
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, share: float, cache: Path | None = None) -> Streams:
@@ -57,8 +67,7 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, share: float, 
     sides: dict[str, list[int]] = {TRAIN: [], HELD_OUT: []}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in documents:
-        ids = tokenizer.encode(document.text, add_special_tokens=False, allow_special=False)
-        sides[HELD_OUT if is_held_out(document, share) else TRAIN] += ids + end
+        sides[HELD_OUT if is_held_out(document, share) else TRAIN] += encode(document, tokenizer) + end
     for side, ids in sides.items():
         if not ids:
             fix = "Give more documents, or another share."

@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file in the place of whatever is there; killed at any moment, the old one or the new one is."""
-    part = file.with_name(f"{file.name}.part")
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_file(kept, part, dict(metadata) if metadata else None)
-    _flush(part)
-    os.replace(part, file)
-    _flush(file.parent)
+    _save(file, lambda part: save_file(kept, part, dict(metadata) if metadata else None))
+
+
+def save_text(file: Path, text: str) -> None:
+    """The same with a text."""
+    _save(file, lambda part: part.write_text(text, "utf-8"))
 
 
 def save_folder(folder: Path, write: Callable[[Path], object]) -> None:
@@ -34,6 +35,14 @@ def save_folder(folder: Path, write: Callable[[Path], object]) -> None:
         os.replace(folder, old)
     os.replace(part, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _save(file: Path, write: Callable[[Path], object]) -> None:
+    part = file.with_name(f"{file.name}.part")
+    write(part)
+    _flush(part)
+    os.replace(part, file)
+    _flush(file.parent)
 
 
 def _flush(path: Path) -> None:

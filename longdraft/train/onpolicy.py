@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from longdraft.checkpoint.folder import read_json
 from longdraft.config import MAX_SEED, as_float, as_int
 from longdraft.errors import InvalidValueError, ModelFileError
-from longdraft.train.files import save_tensors
+from longdraft.train.files import save_tensors, save_text
 
 INDEX = "texts.json"
 Write = Callable[[list[list[int]], list[int]], list[list[int]]]  # prompts and their seeds → what follows each
@@ -27,7 +27,7 @@ Write = Callable[[list[list[int]], list[int]], list[list[int]]]  # prompts and t
 
 @dataclass(frozen=True)
 class Writing:
-    """How texts are written: by whom (a model's fingerprint), at which temperature, from prompts of one length.
+    """How texts are written: by whom (a model's fingerprint), in which ``dtype``, at which temperature.
 
     ``length``: tokens of a text, prompt included. Text n has the seed ``seed + n``.
     """
@@ -37,6 +37,7 @@ class Writing:
     length: int
     seed: int = 0
     per_shard: int = 64
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         as_float("temperature", self.temperature, 0.0, 1e3)
@@ -59,7 +60,7 @@ def write_texts(folder: Path, writing: Writing, prompts: Sequence[Sequence[int]]
     if index.exists() and read_json(index) != made:
         problem = f"it is of other texts: {read_json(index)}, not {made}"
         raise ModelFileError(index, problem, fix="Give the settings it was made with, or another folder.")
-    index.write_text(json.dumps(made, indent=2) + "\n")
+    save_text(index, json.dumps(made, indent=2) + "\n")
     parts = []
     for first in range(0, len(prompts), writing.per_shard):
         file = folder / f"texts-{first // writing.per_shard:05}.safetensors"

@@ -36,6 +36,12 @@ def spaced_layers(n: int, num_layers: int) -> tuple[int, ...]:
     return tuple((i + 1) * num_layers // n - 1 for i in range(n))
 
 
+def spread_layers(n: int, num_layers: int) -> tuple[int, ...]:
+    """``n`` of the target's layers at even distances, the last one among them and, if there are two, the first."""
+    n = as_int("number of layers", n, 1, num_layers)
+    return (0, *(1 + i for i in spaced_layers(n - 1, num_layers - 1))) if n > 1 else spaced_layers(1, num_layers)
+
+
 def influential_layers(n: int, influence: torch.Tensor) -> tuple[int, ...]:
     """The ``n`` layers of highest ``influence [L]``, ascending; ties to the lower one."""
     n = as_int("number of layers", n, 1, len(influence))

@@ -1,7 +1,7 @@
 """A recipe: the TOML file that says what is trained, on which texts, and how.
 
     [target]   path of the model, or [target.model]: the words of a config.json, for one that is trained first
-    [data]     texts
+    [data]     texts; [data.written]: those that the target writes itself
     [draft]    what is trained for the target; without it, only the target is
     [arms]     which ablations of it are trained beside it, and with how many seeds
     [loss]     of a draft that reads the target (``DistillConfig``)
@@ -24,11 +24,11 @@ from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError
 from longdraft.models.feedback import FeedbackConfig
 from longdraft.train.arms import NAMES, VANILLA
-from longdraft.train.corpora import CORPORA
+from longdraft.train.data_config import DataConfig, read_data
 from longdraft.train.distill import DistillConfig
 from longdraft.train.loop import RunConfig
 from longdraft.train.optim import OptimConfig
-from longdraft.train.settings import Section, as_list, as_words, choice, number, read_section, refuse_others, whole
+from longdraft.train.settings import Section, as_list, as_words, choice, read_section, refuse_others, whole
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,20 +37,6 @@ else:
 
 MOST_BYTES = 2**20
 LAYERS = re.compile("(last|spaced|influential):[1-9][0-9]{0,3}")
-
-
-@dataclass(frozen=True)
-class DataConfig(Section):
-    """Texts: of ``corpora`` and in ``paths`` (files and folders); ``held_out`` is the share of documents kept aside.
-
-    ``cache``: what the target says of them is written down once, for all drafts and epochs. Sequences are then cut at
-    the same places in every epoch. A token takes two bytes per residual stream that is read, and of the last one.
-    """
-
-    corpora: Sequence[str] = field(default=tuple(CORPORA), metadata={"check": as_words})
-    paths: Sequence[str] = field(default=(), metadata={"check": as_words})
-    held_out: float = number(0.05, 0, 1)
-    cache: bool = choice(False, (False, True))
 
 
 @dataclass(frozen=True)
@@ -159,6 +145,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.arms is not None and (self.draft is None or self.draft.kind != "spire"):
             raise InvalidValueError("arms", list(self.arms.names), "need a [draft] of the kind 'spire'")
+        if self.data.written is not None and self.draft is None:
+            raise InvalidValueError("data.written", self.data.written.texts, "needs a [draft], which is trained on it")
 
     def with_run(self, **changes: int) -> Recipe:
         """The same with other steps or another seed, of the target's training, too."""
@@ -187,14 +175,15 @@ def parse_recipe(raw: Mapping[str, object], name: str, folder: Path) -> Recipe:
     """``raw``: the file's tables; ``folder``: what its paths are relative to."""
     raw = refuse_others(raw, [f.name for f in fields(Recipe) if f.name != "name"], "")
     parts: dict[str, object] = {"target": _target(raw.get("target", {}), folder)}
-    kinds = {"data": DataConfig, "draft": DraftRecipe, "loss": DistillConfig, "optim": OptimConfig, "run": RunConfig}
+    if "data" in raw:
+        parts["data"] = read_data(raw["data"], folder)
+    kinds = {"draft": DraftRecipe, "loss": DistillConfig, "optim": OptimConfig, "run": RunConfig}
     kinds |= {"arms": ArmsConfig, "evaluate": EvaluateConfig}
     parts |= {key: read_section(kind, raw[key], key) for key, kind in kinds.items() if key in raw}
     recipe = Recipe(name, **parts)
     if recipe.draft is None and recipe.target.path is not None:
         raise InvalidValueError("draft", None, "must be given where the target is not trained, or nothing would be")
-    paths = tuple(str(folder / Path(path).expanduser()) for path in recipe.data.paths)
-    return replace(recipe, data=replace(recipe.data, paths=paths))
+    return recipe
 
 
 def _target(raw: object, folder: Path) -> TargetConfig:

@@ -24,7 +24,7 @@ from longdraft.config import as_float, as_int
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.models.weights import fingerprint
 from longdraft.train.distill import Live, Said, Source
-from longdraft.train.files import save_tensors
+from longdraft.train.files import save_tensors, save_text
 from longdraft.train.losses import Logits, Top, Whole
 from longdraft.train.teacher import Teacher
 
@@ -105,7 +105,7 @@ def write_shards(
     if (folder / INDEX).exists():
         key.check(folder)
     else:
-        (folder / INDEX).write_text(json.dumps(asdict(key), indent=2) + "\n")
+        save_text(folder / INDEX, json.dumps(asdict(key), indent=2) + "\n")
     for number, rows in enumerate(texts.split(key.per_shard)):
         file, done = _file(folder, number), number * key.per_shard
         if not file.exists():

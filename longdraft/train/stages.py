@@ -2,7 +2,8 @@
 
 OUT/tokenizer   a vocabulary that was learned
 OUT/tokens-…    the texts' ids
-OUT/said-…      what the target says of them, if that is to be kept
+OUT/written     texts that the target writes itself, if the recipe wants them
+OUT/said-…      what the target says of the texts, if that is to be kept
 OUT/target, OUT/draft   state.safetensors, log.jsonl and, in the end, model/ (see ``loop.py``); with arms, a folder
                 OUT/ARM-SEED for each in the place of OUT/draft
 """
@@ -39,7 +40,9 @@ from longdraft.train.shards import Shelf
 from longdraft.train.state import Progress, read_log
 from longdraft.train.teacher import Teacher
 from longdraft.train.vocabulary import learn_tokenizer
+from longdraft.train.written import written
 
+WRITTEN = "written"
 PROBES = 8  # held-out sequences by which influential layers are found
 
 
@@ -84,6 +87,7 @@ class Workshop:
     """Carries a recipe out in a folder; ``hooks`` gives those of a stage by its name and its steps.
 
     ``on_said``: told how far what the target says is written down: texts of which length, done, and all.
+    ``on_written``: how far its own texts are: tokens written, and all.
     """
 
     recipe: Recipe
@@ -91,6 +95,7 @@ class Workshop:
     resume: bool = False
     hooks: Callable[[str, RunConfig], Hooks] = lambda name, run: Hooks()
     on_said: Callable[[int, int, int], None] = lambda length, done, total: None
+    on_written: Callable[[int, int], None] = lambda done, total: None
 
     def run(self) -> dict[str, Outcome]:
         """Every stage's outcome by its name; a stage that was stopped is the last one.
@@ -115,7 +120,7 @@ class Workshop:
         return load_checkpoint(self.recipe.target.path or self.out / "target" / MODEL)
 
     def streams(self, tokenizer: Tokenizer) -> Streams:
-        """The texts' ids."""
+        """The documents' ids."""
         return tokenize(self._texts(), tokenizer, self.recipe.data.held_out, self.out)
 
     def drafts(self, target: ModelConfig) -> Iterator[tuple[str, TrainedAs, Workshop]]:
@@ -154,7 +159,8 @@ class Workshop:
     def _lesson(self) -> _Lesson:
         """What all drafts share."""
         target, draft = self.target(), self.recipe.draft
-        streams, teacher = self.streams(require(target.tokenizer)), self._teacher(target)
+        streams = self._with_written(self.streams(require(target.tokenizer)), target)
+        teacher = self._teacher(target)
         layers = self._layers(teacher.model, streams) if draft.kind == "spire" else ()
         lesson = _Lesson(target, streams, teacher, layers, fingerprint(target.config, target.weights))
         if not self.recipe.data.cache or not layers:  # a plain model may not ask the target at all
@@ -162,6 +168,17 @@ class Workshop:
         taps = draft.feedback(layers).taps(target.config.num_layers)
         said = Shelf.written(self.out, target, self._batches(streams).texts(), lesson.live(taps), self.on_said)
         return replace(lesson, said=said)
+
+    def _with_written(self, streams: Streams, target: Checkpoint) -> Streams:
+        """With what the target writes itself, if the recipe wants that.
+
+        Prompts come from no document that is held out, and what follows is trained on: held-out texts stay the same.
+        """
+        data, out = self.recipe.data, self.out / WRITTEN
+        if data.written is None:
+            return streams
+        texts = written(out, data.written, data.prompted(), target, self.recipe.target.dtype, self.on_written)
+        return streams.with_texts(texts, require(target.tokenizer).eos_token_id)
 
     def _train_draft(self, name: str, how: TrainedAs, lesson: _Lesson) -> Outcome:
         recipe = self.recipe

@@ -18,6 +18,7 @@ from longdraft.train.prune_init import (
     initial_tensors,
     last_layers,
     spaced_layers,
+    spread_layers,
 )
 from longdraft.train.teacher import Teacher
 from tests.spire_drafts import for_training, tensors_of
@@ -237,10 +238,12 @@ def test_layers_are_chosen_from_the_end_evenly_or_by_influence():
     assert spaced_layers(2, 8) == (3, 7)
     assert spaced_layers(3, 8) == (1, 4, 7)
     assert spaced_layers(8, 8) == last_layers(8, 8) == tuple(range(8))
+    assert [spread_layers(n, 8) for n in (1, 2, 3, 8)] == [(7,), (0, 7), (0, 3, 7), tuple(range(8))]
+    assert spread_layers(8, 30) == (0, 4, 8, 12, 16, 20, 24, 29)
     assert influential_layers(2, torch.tensor([0.5, 0.1, 0.5, 0.7])) == (0, 3)
-    for n in (0, 9):
-        with pytest.raises(InvalidValueError):
-            last_layers(n, 8)
+    for n, choose in product((0, 9), (last_layers, spread_layers)):
+        with pytest.raises(InvalidValueError, match=f"is {n}.*from 1 to 8"):
+            choose(n, 8)
     with pytest.raises(InvalidValueError, match="below the target's 3 layers"):
         initial_tensors(FeedbackConfig((3,)), tiny_config(), RandomWeights(tiny_config()))
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from longdraft import LLM, DraftConfig, SamplingParams
-from longdraft.bench.continuations import continuations
 from longdraft.bench.modelled import HONEST, PAPER, Drafting, multiplier
 from longdraft.bench.tau import Counts, Method, TauPlan, against, measure, measure_engine, measure_forced, report, table
 from longdraft.errors import InvalidValueError, ModelFileError
@@ -18,6 +17,7 @@ from longdraft.models.feedback import FeedbackConfig
 from longdraft.models.registry import RandomWeights, tiny_config
 from longdraft.train.onpolicy import Writing, write_texts
 from longdraft.train.rounds import FeedbackDrafter, Filled, ModelDrafter
+from longdraft.train.written import continuations
 from tests.spire_drafts import for_training, tensors_of
 from tests.unit.test_planner_papers import HONEST as BY_HAND
 from tests.unit.test_planner_papers import SMALL, SPIRE, multipliers

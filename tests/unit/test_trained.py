@@ -1,14 +1,28 @@
 """Arms of a recipe from end to end: trained on the same texts, gone on with, and measured together."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from longdraft.bench import trained
+from longdraft.bench.modelled import Drafting
+from longdraft.bench.tau import Method, TauPlan, measure, table
+from longdraft.bench.tau import report as report_of
+from longdraft.checkpoint.load import load_checkpoint
 from longdraft.cli.app import app
 from longdraft.cli.progress import Progress
 from longdraft.cli.train import _on_said as show_said
+from longdraft.cli.train import _on_written as show_written
+from longdraft.kv.select.streaming_llm import StreamingLLM
+from longdraft.models.registry import tiny_config
+from longdraft.models.transformer import Transformer
+from longdraft.train.data import held_out
+from longdraft.train.recipe import DraftRecipe, read_recipe
+from longdraft.train.rounds import ModelDrafter
+from longdraft.train.stages import Workshop
 from longdraft.train.state import read_log
 from tests.recipes import TINY_TARGET, write_texts
 
@@ -27,8 +41,13 @@ paths = ["texts"]
 held_out = 0.5
 cache = true
 
+[data.written]
+prompt = 4
+length = 8
+texts = 5
+
 [draft]
-layers = "last:1"
+layers = "last:2"
 window = 4
 
 [arms]
@@ -69,11 +88,40 @@ def run(folder, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def untrained_is_what_it_says(folder, tau):
+    """Against the same measured by hand: layers, what they read, what they cost."""
+    target, plan = load_checkpoint(folder / "out" / "target" / "model"), TauPlan((9, 20), k=3, span=9, batch=2)
+    stream = Workshop(read_recipe(folder / "small.toml"), folder / "out").streams(target.tokenizer).held_out
+    texts, model = next(held_out(stream, [29], 3 * 29)), Transformer(target.config, target.weights)
+    read = StreamingLLM(budget=5, sinks=1).select
+    by_hand = []
+    for name, layers in ((trained.WINDOWED, None), (trained.SAME_LAYERS, (1, 2)), (trained.SPREAD_LAYERS, (0, 2))):
+        costs = Drafting(replace(target.config, num_layers=len(layers or "all")), 5)
+        by_hand.append(Method(name, lambda filled, layers=layers: ModelDrafter(filled, read, layers), costs))
+    found = measure(model, texts, by_hand, plan)
+    rows = [row for method in by_hand for row in table(target.config, method, found[method.name])]
+    assert report_of(rows) == tau["rows"][-len(rows) :]
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [((), []), ((2,), [trained.SAME_LAYERS]), ((1, 2), [trained.SAME_LAYERS, trained.SPREAD_LAYERS])],
+)
+def test_a_layer_skip_that_is_another_one_is_left_out(layers, names):
+    target = SimpleNamespace(config=tiny_config())
+    assert [m.name for m in trained._untrained(target, DraftRecipe(), layers)] == [trained.WINDOWED, *names]
+
+
 def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(folder, monkeypatch):
     monkeypatch.setattr("longdraft.cli.train._draw", lambda out, done: {})  # pictures of stages take long
     said = []
     monkeypatch.setattr("longdraft.cli.train._on_said", lambda progress, stop, *at: said.append(at))
+    wrote = []
+    monkeypatch.setattr("longdraft.cli.train._on_written", lambda progress, stop, *at: wrote.append(at))
     report = run(folder, "--seeds", "2")
+    assert wrote == [(done, 20) for done in (5, 10, 15, 20)], "once for all arms and seeds, and told of as it goes"
+    with pytest.raises(KeyboardInterrupt):
+        show_written(Progress(), [2], 5, 20)
     assert [at[0] for at in said] == sorted(at[0] for at in said)
     for length in (16, 32):  # a line now and then, up to all texts
         (total,), done = {total for n, _, total in said if n == length}, [at[1] for at in said if at[0] == length]
@@ -87,21 +135,24 @@ def test_arms_are_trained_on_the_same_texts_gone_on_with_and_measured_together(f
     losses = [report["stages"][name]["held_out"]["loss"] for name in names]
     assert len(set(losses)) == 6 and "acceptance" not in report["stages"]["vanilla-0"]["held_out"]
     tau = report["tau"]
-    methods = ["no-activations", "spire", "vanilla", trained.WINDOWED]
-    assert len(tau["rows"]) == 4 * 2 * 2 * 3 and list(dict.fromkeys(row["method"] for row in tau["rows"])) == methods
+    arms = ["no-activations", "spire", "vanilla"]
+    methods = [*arms, trained.WINDOWED, trained.SAME_LAYERS, trained.SPREAD_LAYERS]
+    assert len(tau["rows"]) == 6 * 2 * 2 * 3 and list(dict.fromkeys(row["method"] for row in tau["rows"])) == methods
     assert json.loads((folder / "out" / "tau.json").read_text()) == tau
     assert (folder / "out" / "tau.png").read_bytes().startswith(b"\x89PNG")
     full = {(r["method"], r["context"], r["temperature"]): r for r in tau["rows"] if r["gamma"] == 3}
     places = [(context, t) for context in (9, 20) for t in (0.0, 1.0)]
-    for method in methods[:-1]:  # of two seeds as many rounds each: the mean of both
+    for method in arms:  # of two seeds as many rounds each: the mean of both
         for n, place in enumerate(places):
             alone = [tau["alone"][f"{method}-{seed}"][n] for seed in (0, 1)]
             assert full[(method, *place)]["tokens_per_round"] == pytest.approx(sum(alone) / 2)
             assert full[(method, *place)]["trained"] == 128
+    assert [x["method"] for x in tau["differences"][::4]] == [name for name in methods if name != "spire"]
     for x in tau["differences"]:
         place = (x["context"], x["temperature"])
         both = [full[(name, *place)]["tokens_per_round"] for name in (x["method"], "spire")]
         assert x["value"] == pytest.approx(both[0] - both[1]) and x["method"] != "spire"
+    untrained_is_what_it_says(folder, tau)
     again = run(folder, "--seeds", "2", "--resume", "--no-evaluate", "--no-plot")
     assert "tau" not in again
     assert all(again["stages"][name]["held_out"] == report["stages"][name]["held_out"] for name in names)

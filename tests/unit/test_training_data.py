@@ -179,6 +179,16 @@ def test_the_recipes_of_the_project_are_right():
         ({"loss": {"omega": 2}}, ["loss.omega is 2"]),
         ({"data": {"paths": "x"}}, ["data.paths", "list of words"]),
         ({"data": {"cache": 1}}, ["data.cache is 1", "False, True"]),
+        ({"data": {"written": {"text": 5}}}, ["data.written.text", "'texts'"]),
+        ({"data": {"written": 3}}, ["data.written is 3", "table"]),
+        ({"data": {"written": {"prompt": 640}}}, ["data.written.prompt is 640", "from 1 to 639"]),
+        ({"data": {"written": {"texts": 0}}}, ["data.written.texts is 0", "from 1"]),
+        ({"data": {"written": {"temperature": 101}}}, ["data.written.temperature is 101"]),
+        ({"data": {"written": {"seed": 2**63 - 1}}}, ["data.written.seed"]),
+        ({"data": {"written": {"corpora": ["web"]}}}, ["data.written.corpora", "novels, stdlib"]),
+        ({"data": {"corpora": ["novels"], "written": {"corpora": ["stdlib"]}}}, ["data.written.corpora", "novels"]),
+        ({"data": {"paths": ["a"], "written": {"paths": ["b"]}}}, ["data.written.paths", "which are a"]),
+        ({"data": {"written": {}}, "target": {"model": {}}, "draft": None}, ["data.written", "[draft]"]),
         ({"arms": {"names": ["spire", "no-memry"]}}, ["arms.names", "no-memory", "vanilla"]),
         ({"arms": {"names": ["spire", "all"]}}, ["arms.names"]),
         ({"arms": {}, "draft": {"kind": "model", "model": {}}}, ["arms", "'spire'"]),
@@ -191,7 +201,7 @@ def test_the_recipes_of_the_project_are_right():
 )
 def test_what_is_wrong_with_a_recipe_is_named(change, words):
     with pytest.raises(InvalidValueError) as caught:
-        parse_recipe(MINIMAL | change, "x", Path("."))
+        parse_recipe({key: x for key, x in (MINIMAL | change).items() if x is not None}, "x", Path("."))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
