@@ -139,6 +139,19 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     assert run.decisive != replace(run, lengths={64: 1.0}).decisive != replace(run, autocast="bfloat16").decisive
 
 
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    def killed(part, file):
+        raise KeyboardInterrupt
+
+    files.save_text(tmp_path / "x", "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.os, "replace", killed)
+        files.save_text(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "old"
+    files.save_text(tmp_path / "x", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "new")]
+
+
 def test_a_folder_is_replaced_as_a_whole(tmp_path):
     def fail(folder):
         (folder / "b").write_text("half")

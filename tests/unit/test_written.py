@@ -65,18 +65,19 @@ def done(folder, tmp_path_factory):
         if done > 64 * 7:
             raise KeyboardInterrupt
 
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "LLM", lambda path, **how: made.append(how) or LLM(path, **how))
     with pytest.raises(KeyboardInterrupt):
         workshop(folder, out, on_written=mortal).run()
     assert {path.name for path in (out / "written").iterdir()} == {"texts.json", "texts-00000.safetensors"}
     kept = (out / "written" / "texts-00000.safetensors").stat().st_mtime_ns
     again = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LLM", lambda path, **how: made.append(how) or LLM(path, **how))
-        workshop(folder, out, resume=True, on_written=lambda *at: again.append(at)).run()
+    workshop(folder, out, resume=True, on_written=lambda *at: again.append(at)).run()
+    patch.undo()
     assert (out / "written" / "texts-00000.safetensors").stat().st_mtime_ns == kept
     assert told == sorted(set(told)) and len(told) > 7 and told[-2] == (64 * 7, 66 * 7), "as it goes"
     assert again[0] == told[-1] and again[-1] == (66 * 7, 66 * 7)
-    assert made == [{"dtype": "float32", "max_model_len": 12, "max_num_seqs": 64}], "once, and only for what was left"
+    assert made == [{"dtype": "float32", "max_model_len": 12, "max_num_seqs": 64}] * 2, "once for all files of a run"
     return out
 
 
