@@ -15,7 +15,8 @@ from longdraft.models.transformer import Transformer
 from longdraft.train.arms import ARMS, an_eighth, student
 from longdraft.train.data import Batches
 from longdraft.train.distill import Distillation, DistillConfig, Live, Said, Student, first_block, narrowed
-from longdraft.train.losses import Top, Whole, compare
+from longdraft.train.divergence import compare
+from longdraft.train.losses import Top, Whole
 from longdraft.train.prune_init import initial_tensors
 from longdraft.train.shards import Key, Shards, Shelf, write_shards
 from longdraft.train.teacher import Teacher

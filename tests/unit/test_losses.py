@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longdraft.errors import InvalidValueError
+from longdraft.train.divergence import compare
 from longdraft.train.losses import (
     LOSSES,
     Compared,
@@ -13,7 +14,6 @@ from longdraft.train.losses import (
     Text,
     Top,
     Whole,
-    compare,
     make_loss,
     mean_loss,
 )
