@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from longdraft.sampling_params import SamplingParams
@@ -56,14 +57,15 @@ def rows_of(
         slots = int(table.num_blocks_per_row[index]) * table.block_size
         wanted = min(most if gamma is None else gamma, most, slots - (known - 1), end - known - 1)
         newest = int(token_ids[index, known - 1])
-        drawn = _drawn_as(params)
+        drawn = _drawn_as(params.temperature, params.top_k, params.top_p)
         free = gamma is None
         rows.append(Row(index, name, known, newest, max(0, wanted), budget, free, end, drawn, params.seed))
     return rows
 
 
-def _drawn_as(params: Any) -> SamplingParams:
-    """As vLLM's ``params`` filter; greedy below its smallest temperature."""
-    if params.temperature < 1e-5:
+@lru_cache(maxsize=256)
+def _drawn_as(temperature: float, top_k: int, top_p: float) -> SamplingParams:
+    """As vLLM filters by these; greedy below its smallest temperature."""
+    if temperature < 1e-5:
         return SamplingParams(temperature=0.0)
-    return SamplingParams(temperature=params.temperature, top_k=max(0, params.top_k), top_p=params.top_p)
+    return SamplingParams(temperature=temperature, top_k=max(0, top_k), top_p=top_p)
