@@ -78,6 +78,11 @@ def test_where_nothing_stands_steps_are_plain_and_a_row_with_its_own_gamma_keeps
     assert sum(gammas[0] > 0 for gammas in chosen) < 0.1 * len(chosen)
 
 
+def test_no_row_drafts_more_than_it_has_slots_for():
+    (gamma,) = control().choose([row(0, 100)])
+    assert gamma > 1 and control().choose([row(0, 100, wanted=1), row(1, 100, wanted=0)]) == [1, 0]
+
+
 def test_what_it_predicts_is_what_comes_at_any_speed_of_the_machine():
     chooser = control()
     decoded(chooser, (0.9,) * 4, 300)
