@@ -31,7 +31,7 @@ def test_greedy_text_is_plains_and_what_was_measured_is_kept(plain, chosen):
     texts = prompts(21, 32)
     assert run(llm, texts, greedy()) == run(plain, texts, greedy())
     (counts,) = llm.collective_rpc("longdraft_set")
-    assert counts["rounds"] > 30 and counts["predicted"] >= 1 and counts["realised"] > 0
+    assert counts["rounds"] > 30 and counts["predicted"] > 0 and counts["realised"] > 0
     (stored,) = json.loads(file.read_text())["calibrations"]
     assert stored["curves"]["passes"]["step_s"] > 0
 
