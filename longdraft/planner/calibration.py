@@ -10,10 +10,11 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import partial
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -79,6 +80,15 @@ class Calibration:
     curves: Curves
 
 
+class Kept(Protocol):
+    """What a file of calibrations holds one of for each setting."""
+
+    setting: Setting
+
+
+K = TypeVar("K", bound=Kept)
+
+
 def setting(model: Transformer) -> Setting:
     """That of a loaded model in this process."""
     names = [str(x).removeprefix("torch.") for x in (model.dtype, model.kv_dtype)]
@@ -90,9 +100,10 @@ def setting(model: Transformer) -> Setting:
     return Setting(fingerprint(model.config), *names, kernels, threads, processor())
 
 
-def fingerprint(config: ModelConfig) -> str:
+def fingerprint(config: ModelConfig | Mapping[str, object]) -> str:
     """The same for equal configs only."""
-    return sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()[:16]
+    values = config if isinstance(config, Mapping) else asdict(config)
+    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def default_file() -> Path:
@@ -102,26 +113,27 @@ def default_file() -> Path:
     return Path(named) if named else cache / "longdraft" / "calibration.json"
 
 
-def load(file: Path) -> list[Calibration]:
+def load(file: Path, kind: type[K] = Calibration, fix: str = RUN) -> list[K]:
     """All calibrations of a file, oldest first; none where there is no file. ``CalibrationError`` if it is damaged."""
+    damaged = partial(CalibrationError, file, fix=f"Remove it. {fix}")
     try:
         raw = json.loads(file.read_text())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise _damaged(file, f"cannot be read ({error})") from error
+        raise damaged(f"cannot be read ({error})") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
-        raise _damaged(file, f"is of version {version!r}, not {VERSION}")
+        raise damaged(f"is of version {version!r}, not {VERSION}")
     try:
-        return _value(list[Calibration], raw.get("calibrations"), "calibrations")
+        return _value(list[kind], raw.get("calibrations"), "calibrations")
     except (ValueError, LongDraftError) as error:
-        raise _damaged(file, f"is damaged: {error}") from error
+        raise damaged(f"is damaged: {error}") from error
 
 
-def store(file: Path, new: Calibration) -> None:
+def store(file: Path, new: Kept) -> None:
     """Add a calibration, or put it in the place of the one in its setting. A reader never sees half a file."""
-    kept = [old for old in load(file) if old.setting != new.setting]
+    kept = [old for old in load(file, type(new)) if old.setting != new.setting]
     text = json.dumps({"version": VERSION, "calibrations": [asdict(c) for c in (*kept, new)]}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +144,7 @@ def store(file: Path, new: Calibration) -> None:
         raise CalibrationError(file, f"cannot be written ({error})", "Give another file by --out.") from error
 
 
-def find(known: Iterable[Calibration], wanted: Setting) -> Calibration | None:
+def find(known: Iterable[K], wanted: Setting) -> K | None:
     """The calibration in that very setting, if there is one."""
     return next((c for c in known if c.setting == wanted), None)
 
@@ -176,10 +188,6 @@ def _nearest(known: list[Calibration], wanted: Setting) -> str:
         return "there is no calibration in it"
     nearest = min((c.setting.differences(wanted) for c in known), key=len)
     return f"none of its {len(known)} calibrations is for this; the nearest has {'; '.join(nearest)}"
-
-
-def _damaged(file: Path, problem: str) -> CalibrationError:
-    return CalibrationError(file, problem, f"Remove it. {RUN}")
 
 
 def _value(kind: Any, raw: object, where: str) -> Any:  # noqa: ANN401 - whatever the annotation says

@@ -135,21 +135,25 @@ class Controller:
         row = self._rows.get(seq.id) or self._new_row()
         return tuple(self.drafts[number] for number in row.kept)
 
-    def observe(self, rounds: Sequence[Round], seconds: float, draft_s: Mapping[DraftConfig, float]) -> None:
-        """See ``Control``."""
+    def observe(self, rounds: Sequence[Round], seconds: float | None, draft_s: Mapping[DraftConfig, float]) -> None:
+        """See ``Control``. Without ``seconds``, where a step had other work besides, only acceptance is learnt."""
         woken = [r for r in rounds if self._now and r.row.seq.id in self._now.woken]
         lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
-        self._observe_pace(rounds, lengths, seconds, draft_s, woken)
+        if seconds is not None:
+            self._observe_pace(rounds, lengths, seconds, draft_s, woken)
         blind = [r for r in woken if needs(r.row.choice.draft).tokens]
         seen = self.evidence.observe(rounds, self._step, blind, self._now.guesses if self._now else {})
-        self.trials.observe(None if any(r.row.room for r in rounds) else situation(lengths), seen, self._step)
+        plain = seconds is not None and not any(r.row.room for r in rounds)
+        self.trials.observe(situation(lengths) if plain else None, seen, self._step)
         if self._now:
+            took = self._now.plan.seconds if seconds is None else seconds
             came, expected = sum(r.tokens for r in rounds if r.row.seq.id in self._now.rows), sum(self._now.plan.each)
             self._came = USUAL * self._came + sum(r.tokens for r in rounds)
-            self._took = USUAL * self._took + seconds
-            self._short = max(0.0, self._short + seconds / self._now.plan.seconds - came / expected)
+            self._took = USUAL * self._took + took
+            self._short = max(0.0, self._short + took / self._now.plan.seconds - came / expected)
             self._surprised = self._short > SURPRISE or self._now.trial
-            self._count(rounds, seconds, self._now)
+            if seconds is not None:
+                self._count(rounds, seconds, self._now)
         for r in rounds:  # of one that has just ended nothing more is wanted
             if r.row.seq.status is Status.FINISHED:
                 self.release(r.row.seq.id)

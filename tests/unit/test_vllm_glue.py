@@ -33,7 +33,7 @@ def next_token(seen):
 
 
 def params(temperature=0.0, **more):
-    given = dict(temperature=temperature, top_k=-1, top_p=1.0, seed=None, extra_args=None)
+    given = dict(temperature=temperature, top_k=-1, top_p=1.0, seed=None, max_tokens=None, extra_args=None)
     return SimpleNamespace(**{**given, **more})
 
 
@@ -63,7 +63,10 @@ class Runner:
         names = [f"r{i}" for i in range(len(texts))]
         requests = all_params or [params() for _ in texts]
         self.texts, self.max_model_len, self.device = texts, max_model_len, torch.device("cpu")
-        self.requests = {name: SimpleNamespace(sampling_params=p) for name, p in zip(names, requests, strict=True)}
+        self.requests = {
+            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=len(text))
+            for name, p, text in zip(names, requests, texts, strict=True)
+        }
         self.input_batch = SimpleNamespace(block_table=[Table(rows)], req_ids=names, sampling_metadata=None)
         group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda _: None)
         self.attn_groups, self.effective_drafter_max_model_len = [[group]], 0

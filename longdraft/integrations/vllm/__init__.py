@@ -6,6 +6,10 @@
     guard.py      when the plug-in steps aside, in sentences
     rows.py       which rows of a step draft, and how much
     drafter.py    a round of drafting
+    control.py    how much each row drafts, chosen at every step: LongDraft's online control over vLLM's rows
+    auto.py       what that goes by here: curves
+    measure.py    what passes take, timed when vLLM starts
+    stored.py     where that is kept for the next start
     repair.py     a defect of vLLM's CPU build
     proposer.py   vLLM's "custom_class": the target's own forward pass over the shortened tables
     pages.py      vLLM's KV cache as pages of the native kernels

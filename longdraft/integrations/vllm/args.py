@@ -11,11 +11,17 @@ from longdraft.integrations.vllm.settings import KEY, Settings
 
 HERE = "longdraft.integrations.vllm"
 WORKERS = {"cpu": f"{HERE}.worker.LongDraftCPUWorker", "gpu": f"{HERE}.worker.LongDraftWorker"}
+GAMMA, MOST_GAMMA = 3, 8  # drafted tokens a round: where nobody says, and at most where it is chosen
 BLOCK_SIZE = {"cpu": 32, "gpu": 16}  # small blocks: what a draft reads is rounded up to whole ones
 
 
-def engine_args(settings: Settings, gamma: int, device: str) -> dict[str, object]:
-    """Keyword arguments for ``vllm.LLM``; ``gamma``: tokens a round at most, for all requests; 0: without a draft."""
+def engine_args(settings: Settings, gamma: int | None, device: str) -> dict[str, object]:
+    """Keyword arguments for ``vllm.LLM``; ``gamma``: tokens a round at most, for all requests; 0: without a draft.
+
+    ``None``: 3, and at most 8 where it is chosen at every step.
+    """
+    if gamma is None:
+        gamma = MOST_GAMMA if settings.draft == "auto" else GAMMA
     if device not in WORKERS:
         raise InvalidValueError("device", device, f"must be one of {', '.join(WORKERS)}")
     if settings.attention == "native" and device != "cpu":
@@ -33,7 +39,7 @@ def engine_args(settings: Settings, gamma: int, device: str) -> dict[str, object
     }
 
 
-def serve_line(model: str, settings: Settings, gamma: int, device: str) -> str:
+def serve_line(model: str, settings: Settings, gamma: int | None, device: str) -> str:
     """The whole ``vllm serve`` line, quoted for a shell."""
     words = ["vllm", "serve", model]
     for name, value in engine_args(settings, gamma, device).items():

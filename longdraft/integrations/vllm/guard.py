@@ -121,6 +121,12 @@ def twin_refusals(config: Any) -> Iterator[str]:
         yield "the target's weights are quantised already"
 
 
+def auto_refusals(config: Any) -> Iterator[str]:
+    """Why γ is not chosen at every step in an engine with vLLM's ``config``: a sentence each."""
+    if config.parallel_config.tensor_parallel_size > 1:
+        yield "with tensor parallelism each rank would choose by a clock of its own"
+
+
 def _has(thing: Any, path: str) -> bool:
     for name in path.split("."):
         if not hasattr(thing, name):

@@ -7,6 +7,8 @@ vLLM publishes or hashes ever holds them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample import rejection_sampler
 
 from longdraft.errors import LongDraftError
+from longdraft.integrations.vllm.auto import prepare
 from longdraft.integrations.vllm.drafter import Drafter
 from longdraft.integrations.vllm.guard import config_refusals, twin_refusals, version_refusal
+from longdraft.integrations.vllm.pages import Pages
 from longdraft.integrations.vllm.repair import repair
 from longdraft.integrations.vllm.settings import Settings
 from longdraft.integrations.vllm.tables import DraftTables, Step
@@ -42,6 +46,7 @@ class SparseProposer:
             forward=self.forward,
             warn=lambda sentence: logger.warning("LongDraft: %s", sentence),
             off=version_refusal(vllm.__version__) or next(config_refusals(vllm_config), None),
+            log=lambda sentence: logger.info("LongDraft: %s", sentence),
         )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -70,6 +75,12 @@ class SparseProposer:
             logger.warning("LongDraft: %s; repaired.", sentence)
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Once there is a cache, and no request yet: what choosing γ goes by. Never raises."""
+        if self.drafter.settings.draft == "auto":
+            prepare(self)
+
+    @torch.inference_mode()
     def propose(
         self, sampled: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
@@ -78,39 +89,64 @@ class SparseProposer:
 
     def forward(self, ids: torch.Tensor, step: Step, tables: DraftTables, index: int) -> torch.Tensor:
         """Logits ``[R, V]`` after ``ids [R]``."""
-        group = self.drafter.runner.attn_groups[0][0]
-        pages = getattr(group.get_metadata_builder(0), "pages", None)
-        if self.twin is not None and self.twin.fits(pages) and self.drafter.settings.weights == "int8":
-            layers = self.config.compilation_config.static_forward_context
-            names = sorted(group.layer_names, key=extract_layer_index)
-            return self.twin.forward(ids, step, tables, pages, [layers[name].kv_cache for name in names])
-        return self._target(ids, step, tables, index, group)
+        if self.drafts_int8:
+            return self.twin.forward(ids, step, tables, self.pages, self.caches())
+        common = self._common(step, tables.table, [1] * len(ids), tables.longest)
+        metadata = self._builder.build_for_drafting(common_attn_metadata=common, draft_index=index)
+        return self._run(ids, step, metadata)
 
-    def _target(self, ids: torch.Tensor, step: Step, tables: DraftTables, index: int, group: Any) -> torch.Tensor:
-        """vLLM's own pass."""
-        count = len(ids)
-        starts = torch.arange(count + 1, dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(ids.device),
+    def verify(self, ids: torch.Tensor, step: Step, table: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Logits ``[N, V]`` after ``ids [N]`` of rows that feed ``sizes [R]``, as the target's pass gives them."""
+        common = self._common(step, table, sizes, int(step.lengths.max()))
+        return self._run(ids, step, self._builder.build(common_prefix_len=0, common_attn_metadata=common))
+
+    @property
+    def drafts_int8(self) -> bool:
+        """Whether the draft has weights of its own, and they serve the attention that runs."""
+        return self.twin is not None and self.drafter.settings.weights == "int8" and self.twin.fits(self.pages)
+
+    @property
+    def pages(self) -> Pages | None:
+        """The cache as the native attention reads it; ``None``: vLLM's own attention runs."""
+        return getattr(self._builder, "pages", None)
+
+    def caches(self) -> list[torch.Tensor]:
+        """Of each layer, in order."""
+        layers = self.config.compilation_config.static_forward_context
+        return [layers[name].kv_cache for name in sorted(self._group.layer_names, key=extract_layer_index)]
+
+    @property
+    def _group(self) -> Any:
+        return self.drafter.runner.attn_groups[0][0]
+
+    @property
+    def _builder(self) -> Any:
+        return self._group.get_metadata_builder(0)
+
+    def _common(self, step: Step, table: torch.Tensor, sizes: Sequence[int], longest: int) -> CommonAttentionMetadata:
+        starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(table.device),
             query_start_loc_cpu=starts,
             seq_lens=step.lengths,
-            seq_lens_cpu_upper_bound=torch.full((count,), tables.longest, dtype=torch.int32),
-            num_reqs=count,
-            num_actual_tokens=count,
-            max_query_len=1,
-            max_seq_len=tables.longest,
-            block_table_tensor=tables.table,
+            seq_lens_cpu_upper_bound=torch.full((len(sizes),), longest, dtype=torch.int32),
+            num_reqs=len(sizes),
+            num_actual_tokens=sum(sizes),
+            max_query_len=max(sizes),
+            max_seq_len=longest,
+            block_table_tensor=table,
             slot_mapping=step.slots,
             causal=True,
             positions=step.positions,
         )
-        builder = group.get_metadata_builder(0)
-        metadata = builder.build_for_drafting(common_attn_metadata=common, draft_index=index)
-        layers = group.layer_names
+
+    def _run(self, ids: torch.Tensor, step: Step, metadata: Any) -> torch.Tensor:
+        """vLLM's own pass."""
+        layers = self._group.layer_names
         with set_forward_context(
             dict.fromkeys(layers, metadata),
             self.config,
-            num_tokens=count,
+            num_tokens=len(ids),
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=dict.fromkeys(layers, step.slots),
         ):

@@ -10,7 +10,7 @@ from longdraft.config import as_int
 from longdraft.errors import InvalidValueError
 
 KEY = "longdraft"  # of vLLM's additional_config
-CHOICES = {"draft": ("streaming_llm", "full"), "attention": ("vllm", "native"), "weights": ("target", "int8")}
+CHOICES = {"draft": ("streaming_llm", "auto", "full"), "attention": ("vllm", "native"), "weights": ("target", "int8")}
 MOST = 2**20
 
 
@@ -19,9 +19,10 @@ class Settings:
     """The draft: what it reads, and how many tokens it may guess.
 
     ``draft``: ``streaming_llm``, the first ``sinks`` and the last ``budget`` tokens in whole blocks, or ``full``, all,
-    which is there to test with. ``gamma``: drafted tokens a round, at most what vLLM was started with. ``attention``:
-    whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a draft.
-    ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
+    which is there to test with; ``auto``: as ``streaming_llm``, and how many tokens a row drafts, if any, is chosen at
+    every step, unless ``gamma`` is given. ``gamma``: drafted tokens a round, at most what vLLM was started with.
+    ``attention``: whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a
+    draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
     """
 
     draft: str = "streaming_llm"
@@ -41,6 +42,11 @@ class Settings:
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, MOST))
         if self.gamma is not None:
             object.__setattr__(self, "gamma", as_int("gamma", self.gamma, 0, 64))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the draft reads a budget of tokens."""
+        return self.draft != "full"
 
     @classmethod
     def of_server(cls, additional_config: Any) -> Settings:

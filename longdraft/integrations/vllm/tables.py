@@ -7,6 +7,7 @@ text. The table is built once a round; its steps differ in lengths and slots, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,10 @@ PAD_SLOT = -1  # vLLM's: keys and values of such a token are not written
 
 @dataclass(frozen=True)
 class Step:
-    """What one draft step reads and writes, for R rows: lengths ``[R]`` int32, positions and slots ``[R]`` int64."""
+    """What a pass reads and writes of R rows that feed N tokens, one each in a draft step.
+
+    Lengths ``[R]`` int32, the fed tokens among them; positions and slots of these ``[N]`` int64.
+    """
 
     lengths: torch.Tensor
     positions: torch.Tensor
@@ -68,3 +72,13 @@ class DraftTables:
         slots = block * self.block_size + short % self.block_size
         slots = torch.where(step < self.wanted, slots, PAD_SLOT)
         return Step((short + 1).int(), positions, slots)
+
+
+def fed(table: torch.Tensor, lengths: Sequence[int], sizes: Sequence[int], block_size: int) -> Step:
+    """A pass over rows of ``table [R, M]`` with ``lengths[r]`` cached tokens that feeds each ``sizes[r]`` more."""
+    rows = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(table.device)
+    spans = [torch.arange(n, n + size) for n, size in zip(lengths, sizes, strict=True)]
+    positions = torch.cat(spans).to(table.device)
+    slots = table[rows, positions // block_size].long() * block_size + positions % block_size
+    whole = torch.tensor([n + size for n, size in zip(lengths, sizes, strict=True)], dtype=torch.int32)
+    return Step(whole.to(table.device), positions, slots)
