@@ -14,7 +14,7 @@ from longdraft.errors import InvalidValueError
 
 MAX_SEED = 2**63 - 1
 MAX_GAMMA = 64  # tokens proposed per verify pass
-DEFAULT_DRAFT: str | None = None  # what drafts where nobody says; "auto": online control chooses
+DEFAULT_DRAFT = "default"  # what drafts where nobody says: ``AutoDraft(exact=True)``
 
 
 def as_int(what: str, value: object, low: int, high: int, fix: str = "") -> int:
@@ -143,11 +143,13 @@ class AutoDraft:
 
     At most ``gamma`` tokens are proposed per verify pass. ``weights``: the path or name of a SPIRe draft made for the
     target (``PATH@int8``: with 8-bit copies of its layers), which is then one of those that may propose. The rule is
-    the coupled one: what is returned is what plain decoding gives, whatever is chosen.
+    the coupled one: what is returned is what plain decoding gives, whatever is chosen. ``exact``: nothing proposes on
+    kernels that keep that up to near-ties only, where what is chosen by the clock might show.
     """
 
     gamma: int = 8
     weights: str | None = None
+    exact: bool = False
     label: ClassVar[str] = "auto"
     sampling_rule: ClassVar[str] = "coupled"
 

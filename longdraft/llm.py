@@ -15,7 +15,7 @@ from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.spire import SpireCheckpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
-from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
+from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig, EngineConfig
 from longdraft.core import Status, StepOutput
 from longdraft.drafts.registry import resolve_format
 from longdraft.engine.engine import Engine
@@ -23,7 +23,7 @@ from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_devi
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import label, tier
 from longdraft.kernels.dispatch import explain
-from longdraft.llm_control import call_spec, considered, make_control
+from longdraft.llm_control import affordable, call_spec, considered, exact_only, make_control
 from longdraft.llm_draft import (
     SAME,
     Draft,
@@ -56,7 +56,8 @@ class LLM:
             ``"pages"``, ``"topk"``, ``"full"``, ``"full+quant8"``, ``"layer_skip"``, ``"int8"``, ``"ngram"``), a small
             model's or a SPIRe draft's path, a mapping of ``DraftConfig``'s fields, ``"auto"`` (draft and number of
             tokens are chosen anew at every step, by what they are predicted to gain; ``"auto+PATH"``: a SPIRe draft may
-            be chosen, too), or ``None`` for plain decoding.
+            be chosen, too), ``None`` for plain decoding, or ``"default"``: ``"auto"`` where kernels give the same bits
+            whatever is chosen (the native ones, and float64), else none.
             It never changes an output. A call may name another one for its requests.
         dtype: type weights are stored and multiplied in: float32, bfloat16, float64 (float16 becomes bfloat16), or
             auto: bfloat16 where the native kernels run, else float32.
@@ -117,30 +118,36 @@ class LLM:
         kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
         config = self.checkpoint.config
         spec = call_spec(config, target_device, storage, kv_storage, block_size)
-        drafts = tuple(filter(None, [self.draft]))
+        self.draft = exact_only(self.draft, spec)
         if isinstance(self.draft, AutoDraft):
             require_spire(self.draft, self._own)
-            drafts = considered(spec) + beside
-        engine_config = size_engine(
-            config,
-            storage,
-            kv_storage,
-            target_device,
-            **room_for(drafts, self._own, config, storage, kv_storage, block_size),
-            kv_format=fmt,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            block_size=block_size,
-            seed=seed,
-        )
+
+        def size(drafts: Sequence[DraftConfig]) -> EngineConfig:
+            return size_engine(
+                config,
+                storage,
+                kv_storage,
+                target_device,
+                **room_for(drafts, self._own, config, storage, kv_storage, block_size),
+                kv_format=fmt,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                block_size=block_size,
+                seed=seed,
+            )
+
+        if isinstance(self.draft, AutoDraft):
+            engine_config, drafts = affordable(considered(spec), beside, size)
+        else:
+            engine_config, drafts = size(tuple(filter(None, [self.draft]))), considered(spec)
         types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
         types["kv_format"] = fmt
         self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
         own_models = {own.model: on_kernels(self._own, self.model)} if own else {}
         eos = self.checkpoint.eos_token_ids
-        control = make_control(self.checkpoint.name, self.model, beside)
+        control = make_control(self.checkpoint.name, self.model, drafts, beside)
         self.engine = Engine(self.model, engine_config, eos, self.tokenizer, own_models, control)
         self.engine.check(self.draft)
         self.default_sampling_params = self._defaults(generation_config)
@@ -225,7 +232,9 @@ class LLM:
 
         Raises ``InvalidValueError`` for what does not exist.
         """
-        found = self.draft if draft is SAME else settled(resolve_draft(draft), self._own)
+        if draft is SAME:
+            return self.draft
+        found = exact_only(settled(resolve_draft(draft), self._own), self.model.spec)
         if isinstance(found, AutoDraft) and found.beside:
             self.engine.check(settled(found.beside, self._own))
         return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from longdraft.config import DraftConfig
-from longdraft.errors import CalibrationError
+from longdraft.config import AutoDraft, DraftConfig, EngineConfig
+from longdraft.errors import CalibrationError, KVCapacityError, OutOfMemoryError
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec, select
 from longdraft.models.config import ModelConfig
@@ -39,18 +40,45 @@ def kind_of(spec: CallSpec) -> str:
     return "native" if select("linear", spec).name == "native" else "cpu"
 
 
+def exact_only(draft: DraftConfig | AutoDraft | None, spec: CallSpec) -> DraftConfig | AutoDraft | None:
+    """``draft``; ``None`` for one that is to be ``exact`` where kernels do not give the same bits in any batch."""
+    near = kind_of(spec) != "native" and spec.dtype != torch.float64
+    return None if isinstance(draft, AutoDraft) and draft.exact and near else draft
+
+
 def considered(spec: CallSpec) -> tuple[DraftConfig, ...]:
     """The drafts that control chooses from."""
     return CONSIDERED[kind_of(spec)]
 
 
-def make_control(name: str, model: Transformer, beside: tuple[DraftConfig, ...] = ()) -> Controller:
+def affordable(
+    drafts: Sequence[DraftConfig], beside: Sequence[DraftConfig], size: Callable[[Sequence[DraftConfig]], EngineConfig]
+) -> tuple[EngineConfig, tuple[DraftConfig, ...]]:
+    """The engine's sizes, and those of ``drafts`` that leave the cache half of the pages it would have without them.
+
+    Where all of them do not, those without 8-bit copies of the weights are tried, then those that hold nothing.
+    ``beside`` must fit in any case; ``size`` raises where it does not.
+    """
+    alone = size(beside)
+    for some in (drafts, [draft for draft in drafts if not draft.int8]):
+        try:
+            sizes = size([*some, *beside])
+        except (KVCapacityError, OutOfMemoryError):
+            continue
+        if 2 * sizes.num_pages >= alone.num_pages:
+            return sizes, tuple(some)
+    return alone, tuple(draft for draft in drafts if draft.weights == "ngram")
+
+
+def make_control(
+    name: str, model: Transformer, drafts: tuple[DraftConfig, ...], beside: tuple[DraftConfig, ...] = ()
+) -> Controller:
     """Control for a target called ``name``, by curves where it was calibrated in its present setting.
 
-    ``beside``: SPIRe drafts that were loaded with it, which are considered, too. Nothing is measured now: what passes
-    take shows while they run.
+    It chooses from ``drafts`` and ``beside``: SPIRe drafts that were loaded with it. Nothing is measured now: what
+    passes take shows while they run.
     """
-    spec, drafts, found = model.spec, considered(model.spec) + beside, _calibration(model)
+    spec, drafts, found = model.spec, drafts + beside, _calibration(model)
     curves = found and found.curves
     target = Target(name, model.config, _hardware(spec), model.bytes_per_weight, spec.kv_dtype.itemsize)
     prices: Prices = Roofline(target, drafts)

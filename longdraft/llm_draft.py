@@ -14,7 +14,7 @@ from longdraft.checkpoint.bundled import NAME as BUNDLED
 from longdraft.checkpoint.load import HUB_ID, load_checkpoint, locate, look_up
 from longdraft.checkpoint.pairing import check_pair
 from longdraft.checkpoint.spire import SpireCheckpoint, is_spire, read_spire
-from longdraft.config import TARGETS, AutoDraft, DraftConfig
+from longdraft.config import DEFAULT_DRAFT, TARGETS, AutoDraft, DraftConfig
 from longdraft.drafts import spire
 from longdraft.drafts.registry import NAMED, check, check_int8, kept_tokens, named, page_note_bytes
 from longdraft.drafts.spire import SpireModel, state_bytes, weight_bytes
@@ -44,8 +44,8 @@ def resolve_draft(draft: Draft) -> DraftConfig | AutoDraft | None:
     if isinstance(draft, DraftConfig):
         return check(draft)
     if isinstance(draft, (str, Path)):
-        if str(draft) == AutoDraft.label:
-            return AutoDraft()
+        if str(draft) in (AutoDraft.label, DEFAULT_DRAFT):
+            return AutoDraft(exact=str(draft) == DEFAULT_DRAFT)
         if str(draft).startswith(BESIDE):
             return AutoDraft(weights=_own_model(DraftConfig(str(draft).removeprefix(BESIDE))).weights)
         return named(str(draft)) or _own_model(DraftConfig(weights=str(draft)))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from longdraft.cli import drafting, options, sampling
 from longdraft.cli.chat_io import Message, load, printable, read_piped, save, terminal_reader
-from longdraft.config import MAX_SEED
+from longdraft.config import DEFAULT_DRAFT, MAX_SEED
 from longdraft.errors import ContextLengthError, InvalidValueError, LongDraftError, TemplateError
 from longdraft.sampling_params import SamplingParams
 
@@ -48,7 +48,7 @@ def chat(
     min_p: sampling.MinP = None,
     repetition_penalty: sampling.Repetition = None,
     seed: sampling.Seed = None,
-    draft: drafting.Name = drafting.DEFAULT,
+    draft: drafting.Name = DEFAULT_DRAFT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     refresh: drafting.Refresh = None,

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
+from longdraft.config import AutoDraft, DraftConfig
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from longdraft.compare import Comparison
 
-DEFAULT = DEFAULT_DRAFT or "off"
 REFRESH: dict[str, int | str] = {"never": 0, "auto": "auto"}
 ROUNDS = re.compile("[1-9][0-9]{0,8}")
 LEAST_SHARE = 0.005  # of a choice that is shown
@@ -28,7 +27,8 @@ Name = Annotated[
     typer.Option(
         "--draft",
         help=f"Who proposes tokens: {NAMES}, or {OWN}; auto: whoever is predicted to gain most, anew at every step "
-        "(auto+PATH: a SPIRe draft may be chosen, too); off for none.",
+        "(auto+PATH: a SPIRe draft may be chosen, too); default: auto where output stays the same bit for bit, else "
+        "none; off for none.",
     ),
 ]
 Kv = Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longdraft.cli import drafting, options, sampling
+from longdraft.config import DEFAULT_DRAFT
 from longdraft.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def generate(
     seed: sampling.Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.")] = False,
-    draft: drafting.Name = drafting.DEFAULT,
+    draft: drafting.Name = DEFAULT_DRAFT,
     kv: drafting.Kv = None,
     budget: drafting.Budget = 512,
     refresh: drafting.Refresh = None,
@@ -103,7 +104,7 @@ def generate(
     )
     sources, texts = zip(*prompts, strict=True)
     if compare:
-        _compare(llm, list(sources), list(texts), params, llm.draft, chat, json)
+        _compare(llm, list(sources), list(texts), params, drafting.require_draft(llm.draft), chat, json)
         return
     with Progress() as progress:
         on_step = track(progress, len(texts) * n * max_tokens)

@@ -51,7 +51,7 @@ def written(
     def write(some: list[list[int]], seeds: list[int]) -> list[list[int]]:
         nonlocal llm
         if llm is None:  # there is something to write
-            llm = LLM(target.path, dtype=dtype, max_model_len=how.length, max_num_seqs=writing.per_shard)
+            llm = LLM(target.path, None, dtype=dtype, max_model_len=how.length, max_num_seqs=writing.per_shard)
         before = (seeds[0] - how.seed) * each
         told = continuations(llm, how.temperature, how.length, lambda n: on_progress(before + n, how.texts * each))
         return told(some, seeds)

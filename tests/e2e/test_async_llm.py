@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    return LLM(folder, dtype="float64", kv_cache_memory_bytes=2**22)
+    return LLM(folder, None, dtype="float64", kv_cache_memory_bytes=2**22)
 
 
 @pytest.fixture(scope="module")

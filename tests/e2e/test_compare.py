@@ -23,7 +23,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return LLM(folder, dtype="float64", kv_cache_memory_bytes=2**22)
+    return LLM(folder, None, dtype="float64", kv_cache_memory_bytes=2**22)
 
 
 PROMPTS = [[(7 * i + n) % 128 for i in range(n)] for n in (3, 40, 17)]
