@@ -13,30 +13,17 @@ from tqdm import tqdm
 
 from longdraft.checkpoint.chat import encode_chat
 from longdraft.checkpoint.load import fitting, load_checkpoint
-from longdraft.checkpoint.spire import SpireCheckpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
-from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig, EngineConfig
+from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.core import Status, StepOutput
 from longdraft.drafts.registry import resolve_format
 from longdraft.engine.engine import Engine
-from longdraft.engine.sizing import auto_dtype, resolve_block_size, resolve_device, resolve_dtype, size_engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import label, tier
 from longdraft.kernels.dispatch import explain
-from longdraft.llm_control import affordable, call_spec, considered, exact_only, make_control
-from longdraft.llm_draft import (
-    SAME,
-    Draft,
-    Same,
-    load_draft,
-    on_kernels,
-    own_draft,
-    require_spire,
-    resolve_draft,
-    room_for,
-    settled,
-)
-from longdraft.models.transformer import Transformer
+from longdraft.llm_build import Wanted, build
+from longdraft.llm_control import exact_only
+from longdraft.llm_draft import SAME, Draft, Same, resolve_draft, settled
 from longdraft.outputs import RequestOutput
 from longdraft.prompts import EncodedPrompt, Prompt, as_list, encode, one_each, require
 from longdraft.request import Request, Sink, Stream
@@ -101,55 +88,28 @@ class LLM:
         download: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.kv_format, fmt = kv_format, resolve_format(kv_format)
+        resolve_format(kv_format)  # before anything is read
         self.checkpoint = load_checkpoint(model, download=download)
         self.tokenizer = self.checkpoint.tokenizer
         if tokenizer is not None:
             self.tokenizer = fitting(read_tokenizer(tokenizer), self.checkpoint.config, tokenizer)
-        self.draft = resolve_draft(draft)
-        self._own, own = None, own_draft(self.draft)
-        if own:
-            self._own = load_draft(own, replace(self.checkpoint, tokenizer=self.tokenizer), download)
-            own, self.draft = settled(own, self._own), settled(self.draft, self._own)
-        beside = (own,) if isinstance(self._own, SpireCheckpoint) else ()  # what control may choose, too
-        target_device, block_size = resolve_device(device), resolve_block_size(block_size)
-        auto = auto_dtype(self.checkpoint.config, target_device, block_size)
-        storage = resolve_dtype("dtype", dtype, auto)
-        kv_storage = storage if kv_dtype is None else resolve_dtype("kv_dtype", kv_dtype, auto)
-        config = self.checkpoint.config
-        spec = call_spec(config, target_device, storage, kv_storage, block_size)
-        self.draft = exact_only(self.draft, spec)
-        if isinstance(self.draft, AutoDraft):
-            require_spire(self.draft, self._own)
-
-        def size(drafts: Sequence[DraftConfig]) -> EngineConfig:
-            return size_engine(
-                config,
-                storage,
-                kv_storage,
-                target_device,
-                **room_for(drafts, self._own, config, storage, kv_storage, block_size),
-                kv_format=fmt,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                block_size=block_size,
-                seed=seed,
-            )
-
-        if isinstance(self.draft, AutoDraft):
-            engine_config, drafts = affordable(considered(spec), beside, size)
-        else:
-            engine_config, drafts = size(tuple(filter(None, [self.draft]))), considered(spec)
-        types = {"dtype": storage, "kv_dtype": kv_storage, "device": target_device, "page_size": block_size}
-        types["kv_format"] = fmt
-        self.model = Transformer(config, self.checkpoint.weights, **types, progress=on_load)
-        own_models = {own.model: on_kernels(self._own, self.model)} if own else {}
-        eos = self.checkpoint.eos_token_ids
-        control = make_control(self.checkpoint.name, self.model, drafts, beside)
-        self.engine = Engine(self.model, engine_config, eos, self.tokenizer, own_models, control)
-        self.engine.check(self.draft)
+        wanted = Wanted(
+            draft=draft,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            kv_format=kv_format,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            block_size=block_size,
+            seed=seed,
+            download=download,
+        )
+        built = build(replace(self.checkpoint, tokenizer=self.tokenizer), wanted, on_load)
+        self.kv_format, self.model, self.engine = kv_format, built.engine.model, built.engine
+        self.draft, self._own = built.draft, built.own
         self.default_sampling_params = self._defaults(generation_config)
         self._requests: dict[int, Request] = {}  # unfinished ones, by the ids of their sequences
         self._log_surprises(dtype)

@@ -96,10 +96,14 @@ class Runner:
     def draft(self, config: DraftConfig) -> Draft:
         """The draft object of a config, made when there is none; γ and the rule are the rows' business.
 
-        Of those that know no sequence the ones asked for longest ago go once there are more than ``MOST_IDLE``.
+        A new one makes those go that know no sequence and were asked for longest ago, if they are more than
+        ``MOST_IDLE``.
         """
         key = draft_key(config)
-        draft = self._drafts.pop(key, None) or make(key, self.model, self.store, self.small, self.max_rows)
+        if draft := self._drafts.pop(key, None):
+            self._drafts[key] = draft
+            return draft
+        draft = make(key, self.model, self.store, self.small, self.max_rows)
         idle = [other for other in self._drafts if not self._users[other]]
         for other in idle[: max(0, len(idle) - MOST_IDLE)]:
             self._select_s += self._drafts.pop(other).select_s
@@ -115,7 +119,12 @@ class Runner:
         feeds = [
             Feed(row.seq.id, row.seq.num_committed, row.tokens, row.num_logits, row.num_scored) for row in batch.rows
         ]
-        needs = [reduce(or_, (self._of(row.seq, c).needs for c in row.choice.told), NOTHING) for row in batch.rows]
+        told = {row.choice.told for row in batch.rows}
+        all_needs = {configs: reduce(or_, (self.draft(c).needs for c in configs), NOTHING) for configs in told}
+        needs = [all_needs[row.choice.told] for row in batch.rows]
+        for row in batch.rows:
+            for config in row.choice.told:
+                self._users[draft_key(config)].add(row.seq.id)
         self._observation = observation = Observation(self.model, batch.rows, needs)
         out = self._room(sum(f.num_first + f.num_logits for f in feeds))
         return feed(self.model, self.store, feeds, capture=observation.capture, out=out)

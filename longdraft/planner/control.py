@@ -26,6 +26,7 @@ from longdraft.planner.joint import Plan, Problem
 from longdraft.planner.pace import Pace
 from longdraft.planner.prices import Prices
 from longdraft.planner.reasons import LOW_ACCEPTANCE, MEASURING, why_off
+from longdraft.planner.rest import Rest
 from longdraft.planner.trials import Trials
 from longdraft.planner.watch import LONG
 
@@ -90,7 +91,7 @@ class Controller:
         self._watched = self.evidence.watched
         own = {number for number, draft in enumerate(self.drafts) if draft.own_model}  # nothing could tell them later
         self._lasting = sorted(own | ({self._watched} - {None}))
-        self.asked = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
+        self._asked = None if self._watched is None else replace(self.drafts[self._watched], gamma=LONG[-1])
         self.trials = Trials([needs(draft).tokens > 0 for draft in self.drafts], self._watched)
         self.stats = ControlStats()
         self._labels = [draft.label for draft in self.drafts]
@@ -101,13 +102,29 @@ class Controller:
         self._came = self._took = 0.0  # tokens and seconds lately: the usual rate of these rows
         self._short, self._surprised = 0.0, False  # steps by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
+        self._rest = Rest()
 
     # --- the engine's interface
+
+    @property
+    def asked(self) -> DraftConfig | None:
+        """See ``Control``."""
+        return None if self._rest.left else self._asked
 
     def choose(
         self, seqs: Sequence[EngineSequence], guesses: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> list[Choice]:
         """See ``Control``."""
+        ids = tuple(seq.id for seq in seqs)
+        if (choices := self._rest.choices(ids)) is not None:
+            self._step += 1
+            return choices
+        choices, now = self._choose(seqs, guesses), self._now
+        alone = now is not None and len(now.rows) == len(seqs)
+        self._rest.note(ids, choices, still=alone and now.plan.off and not now.trial)
+        return choices
+
+    def _choose(self, seqs: Sequence[EngineSequence], guesses: Mapping[int, Sequence[int]]) -> list[Choice]:
         self._now = None
         choosing = [i for i, seq in enumerate(seqs) if isinstance(seq.draft, AutoDraft)]
         choices = [seq.own_choice for seq in seqs]
@@ -137,6 +154,15 @@ class Controller:
 
     def observe(self, rounds: Sequence[Round], seconds: float | None, draft_s: Mapping[DraftConfig, float]) -> None:
         """See ``Control``. Without ``seconds``, where a step had other work besides, only acceptance is learnt."""
+        if not self._rest.on:
+            self._learn(rounds, seconds, draft_s)
+        if self._now and seconds is not None:
+            self._count(rounds, seconds, self._now)
+        for r in rounds:  # of one that has just ended nothing more is wanted
+            if r.row.seq.status is Status.FINISHED:
+                self.release(r.row.seq.id)
+
+    def _learn(self, rounds: Sequence[Round], seconds: float | None, draft_s: Mapping[DraftConfig, float]) -> None:
         woken = [r for r in rounds if self._now and r.row.seq.id in self._now.woken]
         lengths = [r.row.seq.num_committed - r.row.num_tokens - max(0, r.tokens - 1) for r in rounds]
         if seconds is not None:
@@ -152,11 +178,6 @@ class Controller:
             self._took = USUAL * self._took + took
             self._short = max(0.0, self._short + took / self._now.plan.seconds - came / expected)
             self._surprised = self._short > SURPRISE or self._now.trial
-            if seconds is not None:
-                self._count(rounds, seconds, self._now)
-        for r in rounds:  # of one that has just ended nothing more is wanted
-            if r.row.seq.status is Status.FINISHED:
-                self.release(r.row.seq.id)
 
     def fork(self, source: EngineSequence, child: EngineSequence) -> None:
         """See ``Control``."""

@@ -237,7 +237,7 @@ def test_verify_prints_the_tier_and_its_checks(monkeypatch):
 
 
 def test_comparing_without_a_draft_is_refused():
-    done = longdraft("generate", "x", "--compare")
+    done = longdraft("generate", "x", "--compare", "--draft", "off")
     assert (done.returncode, "--draft" in done.stderr) == (1, True)
 
 

@@ -91,7 +91,7 @@ def test_what_does_not_fit_at_all_is_said():
 def test_control_is_given_what_there_is_room_for(folder, monkeypatch):
     llm = LLM(folder, dtype="float64", **SMALL)
     assert set(llm.engine.control.drafts) == set(map(draft_key, considered(llm.model.spec)))
-    monkeypatch.setattr("longdraft.llm.considered", lambda spec: NATIVE)
+    monkeypatch.setattr("longdraft.llm_build.considered", lambda spec: NATIVE)
     monkeypatch.setattr("longdraft.llm_draft.num_parameters", lambda *_: 2**60)
     tight = LLM(folder, dtype="float64")
     assert not any(draft.int8 for draft in tight.engine.control.drafts)

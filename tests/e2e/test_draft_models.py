@@ -65,7 +65,7 @@ def spire(tmp_path_factory, target):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    return LLM(target, **SIZES)
+    return LLM(target, None, **SIZES)
 
 
 DRAFTS = {

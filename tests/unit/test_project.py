@@ -28,6 +28,7 @@ LAYERS = [
     {"request"},
     {"llm_draft"},
     {"llm_control"},
+    {"llm_build"},
     {"llm"},
     {"async_llm"},
     {"compare"},
