@@ -22,8 +22,13 @@ class Control(Protocol):
     def told(self, seq: Sequence) -> tuple[DraftConfig, ...]:
         """The drafts that follow a sequence: their needs are captured, and they take in its prompt."""
 
-    def observe(self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float]) -> None:
-        """After a decode step: what came of it, how long it took, and how much of that each draft took."""
+    def observe(
+        self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float], own_s: float = 0.0
+    ) -> None:
+        """After a decode step: what came of it, how long it took, and how much of that each draft took.
+
+        ``own_s``: what control itself took besides, asking and taking note included.
+        """
 
     def fork(self, source: Sequence, child: Sequence) -> None:
         """``child`` goes on from ``source``'s tokens."""
@@ -46,7 +51,9 @@ class OwnDrafts:
         """See ``Control``."""
         return seq.own_choice.told
 
-    def observe(self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float]) -> None:
+    def observe(
+        self, rounds: Seq[Round], seconds: float, draft_s: dict[DraftConfig, float], own_s: float = 0.0
+    ) -> None:
         """See ``Control``."""
 
     def fork(self, source: Sequence, child: Sequence) -> None:

@@ -53,6 +53,7 @@ class Engine:
             name: DraftModel(m, pages) if isinstance(m, Transformer) else m for name, m in (draft_models or {}).items()
         }
         self.control = control or OwnDrafts()
+        self._noted_s = 0.0  # what it took control to take note of the last step
         self.runner = Runner(model, self.store, small, config.max_num_seqs, self.control)
         runner = self.runner
         self.scheduler = Scheduler(config, self.store, runner.fork, runner.release, self.control, runner.choose)
@@ -176,8 +177,10 @@ class Engine:
             stats.record(batch, seconds, drafted_s)
         if not batch.prefill:
             stats.decode_tokens += sum(len(output.tokens) for output in outputs)
-            self.control.observe(rounds, seconds, batch.draft_s)
-            stats.decode_s += time.perf_counter() - started - seconds  # taking note of it is part of the step
+            chosen_s = self.runner.choose_s
+            self.control.observe(rounds, seconds - chosen_s, batch.draft_s, chosen_s + self._noted_s)
+            self._noted_s = time.perf_counter() - started - seconds
+            stats.decode_s += self._noted_s  # taking note of it is part of the step
         return outputs
 
     def _verify(self, batch: Batch, log_q: dict[int, torch.Tensor]) -> tuple[list[StepOutput], list[Round]]:

@@ -47,16 +47,23 @@ class Runner:
         self._select_s = 0.0  # of drafts that are gone
         self._observation: Observation | None = None  # of the pass that is not followed up yet
         self._logits = torch.empty(0, model.config.vocab_size)  # memory for a step's
+        self.choose_s = 0.0  # what the last choice took
 
     def choose(self, seqs: Seq[Sequence]) -> list[Choice]:
         """What control chooses for the decoding rows of a step, once the draft that it asks has said its guesses."""
+        started = time.perf_counter()
+        choices = self.control.choose(seqs, self._guesses(seqs))
+        self.choose_s = time.perf_counter() - started
+        return choices
+
+    def _guesses(self, seqs: Seq[Sequence]) -> dict[int, list[int]]:
         config, rows = self.control.asked, [seq for seq in seqs if isinstance(seq.draft, AutoDraft)]
         if config is None or not rows:
-            return self.control.choose(seqs, {})
+            return {}
         self._users[draft_key(config)].update(seq.id for seq in rows)
         asked = [DraftRow(seq, config.gamma) for seq in rows]
         tokens = self.draft(config).propose(asked, sampled=False).tokens
-        return self.control.choose(seqs, {seq.id: guess for seq, guess in zip(rows, tokens, strict=True)})
+        return {seq.id: guess for seq, guess in zip(rows, tokens, strict=True)}
 
     def propose(self, batch: Batch) -> tuple[Batch, dict[int, torch.Tensor]]:
         """The batch with proposals for the rows that have a draft and room, one group per draft and rule.

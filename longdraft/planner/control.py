@@ -103,6 +103,7 @@ class Controller:
         self._short, self._surprised = 0.0, False  # steps by which the plan was missed; whether it calls for a new one
         self._now: _Step | None = None  # what was chosen for the step under way
         self._rest = Rest()
+        self._own_s = 0.0  # what control itself takes a step, usually
 
     # --- the engine's interface
 
@@ -152,12 +153,19 @@ class Controller:
         row = self._rows.get(seq.id) or self._new_row()
         return tuple(self.drafts[number] for number in row.kept)
 
-    def observe(self, rounds: Sequence[Round], seconds: float | None, draft_s: Mapping[DraftConfig, float]) -> None:
+    def observe(
+        self,
+        rounds: Sequence[Round],
+        seconds: float | None,
+        draft_s: Mapping[DraftConfig, float],
+        own_s: float = 0.0,
+    ) -> None:
         """See ``Control``. Without ``seconds``, where a step had other work besides, only acceptance is learnt."""
         if not self._rest.on:
             self._learn(rounds, seconds, draft_s)
         if self._now and seconds is not None:
-            self._count(rounds, seconds, self._now)
+            self._own_s += (1 - USUAL) * (own_s - self._own_s)
+            self._count(rounds, seconds + own_s, self._now)
         for r in rounds:  # of one that has just ended nothing more is wanted
             if r.row.seq.status is Status.FINISHED:
                 self.release(r.row.seq.id)
@@ -304,7 +312,8 @@ class Controller:
                 self.pace.observe(draft_kind(number, own), spent, price)
 
     def _count(self, rounds: Sequence[Round], seconds: float, now: _Step) -> None:
-        """Note the step, in the totals and for each sequence that chose."""
+        """Note the step, in the totals and for each sequence that chose; control's own seconds are part of it."""
+        expected = now.plan.seconds + self._own_s
         for r in rounds:
             n = now.rows.get(r.row.seq.id)
             if n is None:
@@ -312,9 +321,7 @@ class Controller:
             draft = now.plan.drafts[n]
             chosen = now.reasons[n] if draft is None else (self._labels[draft], now.plan.gammas[n])
             for stats in (self.stats, r.row.seq.stats.control):
-                stats.note(
-                    chosen, (seconds, r.tokens * now.plain_s), (now.plan.seconds, now.plan.each[n] * now.plain_s)
-                )
+                stats.note(chosen, (seconds, r.tokens * now.plain_s), (expected, now.plan.each[n] * now.plain_s))
 
 
 def _tokens_per_pass(seq: EngineSequence) -> float:

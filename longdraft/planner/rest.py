@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from longdraft.core import Choice
 
-QUIET, REST = 8, 3  # after so many steps in a row with nothing proposed, so many go by unwatched after each
+QUIET, REST = 8, 3  # after so many steps of the same rows with nothing proposed, so many go by unwatched after each
 
 
 class Rest:
@@ -31,7 +31,8 @@ class Rest:
 
     def note(self, ids: tuple[int, ...], choices: Sequence[Choice], still: bool) -> None:
         """What was chosen in a watched step. ``still``: nothing proposes, tries anything or is measured."""
-        self._quiet = self._quiet + 1 if still else 0
+        self._quiet = self._quiet + 1 if still and ids == self._ids else 0
+        self._ids = ids
         if self._quiet >= QUIET:
-            self.left, self._ids = REST, ids
+            self.left = REST
             self._choices = [replace(choice, dropped=()) for choice in choices]

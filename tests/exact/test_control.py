@@ -62,7 +62,7 @@ class AtRandom:
     def told(self, seq):
         return tuple(self.rng.sample(self.drafts, 3)) if isinstance(seq.draft, AutoDraft) else seq.own_choice.told
 
-    def observe(self, rounds, seconds, draft_s):
+    def observe(self, rounds, seconds, draft_s, own_s=0.0):
         assert all(r.accepted <= r.asked <= r.row.room and r.tokens for r in rounds if not r.row.seq.error)
 
     def fork(self, source, child):
