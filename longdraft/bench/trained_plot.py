@@ -36,7 +36,7 @@ def plot_trained(found: Evaluated, file: Path, title: str) -> None:
         axes.set_xlim(1, found.k + 1)
         axes.set_xlabel(f"tokens per round of {found.k} proposals, 95 % intervals")
     panels[0].set_yticks(range(len(names)), names)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(names) - 0.4, -0.6)  # the first one above
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(contexts), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)

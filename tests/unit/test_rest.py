@@ -57,9 +57,8 @@ def test_other_rows_are_looked_at_at_once():
         resting.step()
     last = resting.control.choose(resting.seqs)
     assert all(choice.draft is None and not choice.dropped for choice in last)
-    resting.control.observe(
-        [resting.round(i, replace(row_of(s), choice=c)) for i, (s, c) in pairs(resting, last)], 1, {}
-    )
+    rows = [Row(seq, 1, 1, choice=choice) for seq, choice in zip(resting.seqs, last, strict=True)]
+    resting.control.observe([resting.round(i, row) for i, row in enumerate(rows)], 1, {})
     resting.control.release(resting.seqs[0].id)
     resting.seqs[0].status = Status.FINISHED
     new = [*resting.seqs[1:], sequence(99, 512)]
