@@ -149,9 +149,9 @@ def _wake_s(rows: SyntheticRows, points: Sequence[Point], draft: DraftConfig) ->
     mine = [p for p in points if p.draft and kind(p.draft) == kind(draft) and not p.noted]
     if not mine or not (watches(draft) or draft.weights == "ngram"):
         return 0.0
-    longest = max(mine, key=lambda p: p.lengths[-1])
-    key = len(longest.lengths) - 1, longest.lengths[-1]
-    return max(0.0, median(rows.wake(longest.draft, key) for _ in range(WAKES))) / key[1]
+    longest = max(mine, key=lambda p: p.lengths[0])
+    length = longest.lengths[0]
+    return max(0.0, median(rows.wake(longest.draft, length) for _ in range(WAKES))) / length
 
 
 def require_quiet(seconds: float = LISTEN_S) -> None:

@@ -70,18 +70,24 @@ class SyntheticRows:
         """One measurement."""
         if point.draft is None:
             return self._pass(point)
-        draft = self.runner.draft(point.draft)
+        draft = self._draft(point)
         self._tell(draft, point)
         return self._noted(point, draft) if point.noted else self._propose(point, draft)
 
-    def wake(self, config: DraftConfig, key: Key) -> float:
-        """Seconds by which a proposal takes longer where the draft has lost its state of the row."""
-        point = Point((key[1],), (1,), config)
-        draft, seq = self.runner.draft(config), self._row(key)
+    def wake(self, config: DraftConfig, length: int) -> float:
+        """Seconds by which a proposal takes longer where the draft has lost its state of a row of that length."""
+        point = Point((length,), (1,), config)
+        draft, seq = self._draft(point), self._row((0, length))
         draft.release(seq.id)
         self._told.discard((draft, seq.id))
         self._tell(draft, point)
         return self._propose(point, draft, least_s=0.0).seconds - self._propose(point, draft).seconds
+
+    def _draft(self, point: Point) -> Draft:
+        """That of a point. It knows the rows, so it keeps its states of them however many drafts are measured."""
+        for key in enumerate(point.lengths):
+            self.runner.draft_of(self._row(key), point.draft)
+        return self.runner.draft(point.draft)
 
     # --- what is timed
 

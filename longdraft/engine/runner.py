@@ -76,7 +76,7 @@ class Runner:
                 self.draft(config).release(row.seq.id)
                 self._users[draft_key(config)].discard(row.seq.id)
             if row.room and row.choice.draft:
-                self._of(row.seq, row.choice.draft)
+                self.draft_of(row.seq, row.choice.draft)
                 groups[_any_gamma(row.choice.draft)].append(i)
         rows, log_q, draft_s = list(batch.rows), {}, {}
         for config, members in groups.items():
@@ -118,6 +118,11 @@ class Runner:
         self._drafts[key] = draft
         return draft
 
+    def draft_of(self, seq: Sequence, config: DraftConfig) -> Draft:
+        """A draft of a sequence, which it may know from now on: it stays until that is released."""
+        self._users[draft_key(config)].add(seq.id)
+        return self.draft(config)
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, V]`` of the batch's wanted tokens, in row order; the fed tokens' K and V are in the store.
 
@@ -157,7 +162,7 @@ class Runner:
         known = {draft_key(config) for config in self.control.told(source)}
         for config in self.control.told(child):
             if draft_key(config) in known:
-                self._of(child, config).fork(source, child)
+                self.draft_of(child, config).fork(source, child)
 
     def release(self, seq: Sequence) -> None:
         """Let the drafts forget a sequence."""
@@ -179,11 +184,6 @@ class Runner:
         if rows > len(self._logits):
             self._logits = torch.empty(min(most, max(rows, 2 * len(self._logits))), vocab)
         return self._logits[:rows]
-
-    def _of(self, seq: Sequence, config: DraftConfig) -> Draft:
-        """A draft of a sequence, which it may know from now on."""
-        self._users[draft_key(config)].add(seq.id)
-        return self.draft(config)
 
     def _with_proposal(self, row: Row, tokens: list[int]) -> Row:
         """``row`` with the proposed tokens that there is room for, up to the first that the target does not know."""

@@ -100,8 +100,22 @@ def test_drafts_propose_what_was_asked_and_choose_in_every_round(llm, synthetic,
     assert asked and all(round == [(3, 3), (1, 1)] for round in asked)
     if name == "ngram":
         state = made._states[rows._row((0, 160)).id]
-        rows.wake(draft, (0, 160))
+        rows.wake(draft, 160)
         assert made._states[rows._row((0, 160)).id] is not state  # all tokens were looked at again
+
+
+def test_drafts_keep_what_they_know_however_many_are_measured(llm, synthetic, monkeypatch):
+    monkeypatch.setattr("longdraft.engine.runner.MOST_IDLE", 1)
+    ngram, *others = (NAMED["ngram"], *(replace(NAMED["verified"], budget=32 + n) for n in range(3)))
+    points = [Point((160, 90), (3, 1), draft) for draft in (ngram, *others)]
+    rows = synthetic(points)
+    made = [rows.time(point) and llm.engine.runner.draft(point.draft) for point in points]
+    states = dict(made[0]._states)
+    assert len(states) == 2
+    for point in points:
+        rows.time(point)
+    assert [llm.engine.runner.draft(point.draft) for point in points] == made
+    assert made[0]._states == states
 
 
 @pytest.mark.parametrize("name", ["verified", "snapkv", "pages"])
