@@ -10,7 +10,13 @@ from longdraft.integrations.vllm.settings import Settings
 from tests.in_vllm.engines import GAMMA, KINDS, LENGTH, drafting, engine
 from tests.in_vllm.test_engine import change, greedy, prompts, run, surprise
 
-FAILED = "drafting failed"
+
+def still_drafts(llm):
+    """Whether no check failed: after one that does decoding is plain."""
+    llm.collective_rpc("longdraft_set")
+    run(llm, prompts(30, 4, 100), greedy())
+    (counts,) = llm.collective_rpc("longdraft_set")
+    return counts.get("verified", 0) > 0
 
 
 def choosing(folder, kind, proposer="CheckedProposer", draft="streaming_llm"):
@@ -44,7 +50,7 @@ def counted(chooser):
     change(chooser, draft="streaming_llm", budget=64, gamma=None)
 
 
-def test_greedy_text_is_plains(plain, chooser, counted, capfd):
+def test_greedy_text_is_plains(plain, chooser, counted):
     """In prompt chunks, with cached prefixes and budgets of their own, thrown out, up to the model's length."""
     texts = prompts(31, 20) + prompts(32, 2, LENGTH - 40, LENGTH - 30)
     params = [greedy(50, extra_args=wish) for wish in [{}, {"longdraft_budget": 150}] * (len(texts) // 2)]
@@ -56,7 +62,7 @@ def test_greedy_text_is_plains(plain, chooser, counted, capfd):
     assert chosen > 100 and 0 < accepted < drafted
     preemptions = [m.value for m in chooser.get_metrics() if m.name == "vllm:num_preemptions"]
     assert sum(preemptions) > 0
-    assert FAILED not in "".join(capfd.readouterr())
+    assert still_drafts(chooser)
 
 
 @pytest.mark.parametrize("settings", [dict(budget=LENGTH), dict(draft="full")], ids=str)
@@ -75,15 +81,16 @@ def test_sampled_text_follows_the_models_law(chooser, reference, counted):
     chosen, drafted, accepted = counted()
     assert chosen > 1000 and accepted > 0.2 * drafted
     assert abs(surprise(reference, texts, words, 0.9, {})) < 4
+    assert still_drafts(chooser)
 
 
-def test_with_gamma_chosen_at_random(folder, plain, capfd):
+def test_with_gamma_chosen_at_random(folder, plain):
     """Ragged and empty lists at every step."""
     llm, texts = choosing(folder, "native", "CheckedDiceProposer", "auto"), prompts(35, 16, 100)
     assert run(llm, texts, greedy()) == run(plain, texts, greedy())
     (counts,) = llm.collective_rpc("longdraft_set")
     assert counts["chosen"] > 100
-    assert FAILED not in "".join(capfd.readouterr())
+    assert still_drafts(llm)
 
 
 def test_where_the_native_attention_does_not_serve_the_last_blocks_are_read(folder, capfd):
