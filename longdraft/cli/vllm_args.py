@@ -21,6 +21,9 @@ def vllm_args(
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
     attention: Annotated[str, typer.Option(help="vllm, or native: LongDraft's own kernels (cpu).")] = "vllm",
     weights: Annotated[str, typer.Option(help="The draft's: target, or int8 (with --attention native).")] = "target",
+    selection: Annotated[
+        str, typer.Option(help="Blocks it reads: streaming_llm, or pages: older ones by their keys (with native, too).")
+    ] = "streaming_llm",
     json: Annotated[bool, typer.Option("--json", help="Keyword arguments of vllm.LLM instead.")] = False,
 ) -> None:
     """Print the line for ``vllm serve`` (vLLM 0.32 or 0.33; not imported here)."""
@@ -29,7 +32,8 @@ def vllm_args(
     from longdraft.integrations.vllm.args import engine_args, serve_line
     from longdraft.integrations.vllm.settings import Settings
 
-    settings = Settings(draft, budget=budget, sinks=sinks, attention=attention, weights=weights)
+    reads = {"budget": budget, "sinks": sinks, "selection": selection}
+    settings = Settings(draft, **reads, attention=attention, weights=weights)
     if json:
         print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
     else:

@@ -13,6 +13,8 @@
     repair.py     a defect of vLLM's CPU build
     proposer.py   vLLM's "custom_class": the target's own forward pass over the shortened tables
     pages.py      vLLM's KV cache as pages of the native kernels
+    notes.py      what is noted of the target's passes there: queries, and which blocks they wrote to
+    choice.py     blocks chosen by their keys, for the shortened tables
     twin.py       a draft with 8-bit weights of its own, over those pages
     attention.py  those kernels in the place of vLLM's attention, on CPUs
     worker.py     vLLM's "worker_cls": hands the proposer the runner it drafts for

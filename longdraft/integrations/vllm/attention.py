@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from longdraft.errors import LongDraftError
 from longdraft.integrations.vllm.guard import attention_refusals
+from longdraft.integrations.vllm.notes import Notes
 from longdraft.integrations.vllm.pages import PAGE, Pages
 from longdraft.kernels import native
 from longdraft.kernels.dispatch import CallSpec
@@ -55,6 +56,7 @@ class NativeMetadata:
     slots: torch.Tensor
     pages: Pages
     num_actual_tokens: int
+    notes: Notes | None  # of the target's passes, where drafts choose by them
 
 
 class NativeBackend(CPUAttentionBackend):
@@ -75,6 +77,8 @@ class NativeBackend(CPUAttentionBackend):
 
 class NativeBuilder(CPUAttentionMetadataBuilder):
     """Lays out a step; vLLM's own where its layers are refused."""
+
+    notes: Notes | None = None
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -102,7 +106,10 @@ class NativeBuilder(CPUAttentionMetadataBuilder):
             common.query_start_loc[: rows + 1],
             common.slot_mapping[:tokens],
         )
-        return NativeMetadata(self.pages.attention(plan), plan.slots, self.pages, tokens)
+        notes = None if fast_build else self.notes  # a draft's steps are built fast
+        if notes is not None:
+            notes.begin(common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.slot_mapping[:tokens])
+        return NativeMetadata(self.pages.attention(plan), plan.slots, self.pages, tokens, notes)
 
 
 class NativeImpl(CPUAttentionBackendImpl):
@@ -133,6 +140,8 @@ class NativeImpl(CPUAttentionBackendImpl):
         if self._kv is None or self._kv.k.data_ptr() != kv_cache.data_ptr():
             self._kv = metadata.pages.storage(kv_cache)
         n = metadata.num_actual_tokens
+        if metadata.notes is not None:
+            metadata.notes.note(layer.layer_name, query[:n])
         metadata.attention.write(self._kv, metadata.slots, key[:n], value[:n])
         output[:n] = metadata.attention(query[:n], self._kv)
         return output

@@ -21,6 +21,8 @@ from longdraft.integrations.vllm.tables import DraftTables, Step
 UNCHOSEN = 3  # γ where it was to be chosen and cannot be
 LOG_S = 10.0  # between two lines about what is chosen
 
+# Tables of rows with their own [R, M], with the blocks that are chosen for them.
+Choose = Callable[[DraftTables, torch.Tensor, list[Row]], DraftTables]
 # Logits [R, V] after tokens [R]: the target's own pass over a step's tables; the last argument counts steps from 0.
 Forward = Callable[[torch.Tensor, Step, DraftTables, int], torch.Tensor]
 
@@ -53,15 +55,16 @@ class Drafter:
         warn: Callable[[str], None],
         off: str | None,
         log: Callable[[str], None] = lambda _: None,
+        choose: Choose = lambda tables, *_: tables,
     ) -> None:
-        """``most``: drafted tokens a round; ``warn`` is called once per sentence."""
+        """``most``: drafted tokens a round; ``warn`` is called once per sentence; ``choose``: if settings want that."""
         self.settings, self.most, self.off = settings, most, off
         self.seeds = Seeds(seed)
         self.counts: Counter[str] = Counter()
         self.runner: Any = None
         self.control: Control | None = None  # who chooses γ where that is left open
         self.log, self._logged = log, 0.0
-        self._forward, self._say = forward, warn
+        self._forward, self._say, self._choose = forward, warn, choose
         self._checked = False
         self._said: set[str] = set()
         self._waiting: dict[str, int] = {}  # drafted tokens by request that are not verified yet
@@ -177,6 +180,8 @@ class Drafter:
         tables = DraftTables.build(
             table, [row.known for row in rows], wanted, budgets, self.settings.sinks, block_table.block_size
         )
+        if self.settings.chooses_blocks:
+            tables = self._choose(tables, table, rows)
         sampled = any(not row.params.greedy for row in rows)
         seeds = [self.seeds.of(row.request, row.seed) for row in rows]
         newest = torch.tensor([row.newest for row in rows], dtype=torch.int32, device=table.device)

@@ -32,6 +32,15 @@ class Pages:
         native.use_huge_pages(flat)
         return LayerKV(flat, flat[self.block_size * self.num_kv_heads * self.spec.head_dim :])
 
+    def key_bounds(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """``[P, G, 2, D]``: the smallest and the largest key of each of ``blocks [P]`` of a layer's ``cache``."""
+        each = self.block_size // PAGE
+        layout = native.NativeAttention.layout(PAGE, self.num_kv_heads, self.spec.head_dim, self.spec)
+        keys = (blocks[:, None] * 2 * each + torch.arange(each)).flatten()
+        bounds = layout.bounds_k(cache.view(1, -1, self.num_kv_heads, PAGE * self.spec.head_dim), keys)
+        low, high = bounds[0].unflatten(0, (-1, each)).unbind(3)
+        return torch.stack([low.amin(dim=1), high.amax(dim=1)], dim=2)
+
     def plan(
         self,
         table: torch.Tensor,

@@ -22,10 +22,12 @@ from vllm.v1.sample import rejection_sampler
 
 from longdraft.errors import LongDraftError
 from longdraft.integrations.vllm.auto import prepare
+from longdraft.integrations.vllm.choice import Chooser
 from longdraft.integrations.vllm.drafter import Drafter
 from longdraft.integrations.vllm.guard import config_refusals, twin_refusals, version_refusal
 from longdraft.integrations.vllm.pages import Pages
 from longdraft.integrations.vllm.repair import repair
+from longdraft.integrations.vllm.rows import Row
 from longdraft.integrations.vllm.settings import Settings
 from longdraft.integrations.vllm.tables import DraftTables, Step
 from longdraft.integrations.vllm.twin import Twin
@@ -39,6 +41,7 @@ class SparseProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.config, self.model = vllm_config, None
         self.twin: Twin | None = None
+        self.chooser: Chooser | None = None
         self.drafter = Drafter(
             Settings.of_server(vllm_config.additional_config),
             most=vllm_config.speculative_config.num_speculative_tokens,
@@ -47,6 +50,7 @@ class SparseProposer:
             warn=lambda sentence: logger.warning("LongDraft: %s", sentence),
             off=version_refusal(vllm.__version__) or next(config_refusals(vllm_config), None),
             log=lambda sentence: logger.info("LongDraft: %s", sentence),
+            choose=self.choose,
         )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -76,7 +80,9 @@ class SparseProposer:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Once there is a cache, and no request yet: what choosing γ goes by. Never raises."""
+        """Once there is a cache, and no request yet: what choosing blocks and γ goes by. Never raises."""
+        if self.drafter.settings.chooses_blocks:
+            self._note_keys()
         if self.drafter.settings.draft == "auto":
             prepare(self)
 
@@ -94,6 +100,19 @@ class SparseProposer:
         common = self._common(step, tables.table, [1] * len(ids), tables.longest)
         metadata = self._builder.build_for_drafting(common_attn_metadata=common, draft_index=index)
         return self._run(ids, step, metadata)
+
+    def choose(self, tables: DraftTables, table: torch.Tensor, rows: list[Row]) -> DraftTables:
+        """``tables`` with blocks chosen by their keys; see ``choice.py``."""
+        self._note_keys()
+        return self.chooser.choose(tables, table, rows, self.drafter.settings.sinks) if self.chooser else tables
+
+    def _note_keys(self) -> None:
+        """From now on the target's passes note what blocks are chosen by."""
+        if self.pages is None:
+            self.drafter.warn("the first and the last blocks are read: choosing them goes with the native attention")
+        elif self.chooser is None:
+            self.chooser = Chooser(self.pages, self.caches(), self._layers(), self.drafter.most)
+            self._builder.notes = self.chooser.notes
 
     def verify(self, ids: torch.Tensor, step: Step, table: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Logits ``[N, V]`` after ``ids [N]`` of rows that feed ``sizes [R]``, as the target's pass gives them."""
@@ -113,7 +132,10 @@ class SparseProposer:
     def caches(self) -> list[torch.Tensor]:
         """Of each layer, in order."""
         layers = self.config.compilation_config.static_forward_context
-        return [layers[name].kv_cache for name in sorted(self._group.layer_names, key=extract_layer_index)]
+        return [layers[name].kv_cache for name in self._layers()]
+
+    def _layers(self) -> list[str]:
+        return sorted(self._group.layer_names, key=extract_layer_index)
 
     @property
     def _group(self) -> Any:

@@ -10,7 +10,12 @@ from longdraft.config import as_int
 from longdraft.errors import InvalidValueError
 
 KEY = "longdraft"  # of vLLM's additional_config
-CHOICES = {"draft": ("streaming_llm", "auto", "full"), "attention": ("vllm", "native"), "weights": ("target", "int8")}
+CHOICES = {
+    "draft": ("streaming_llm", "auto", "full"),
+    "attention": ("vllm", "native"),
+    "weights": ("target", "int8"),
+    "selection": ("streaming_llm", "pages"),
+}
 MOST = 2**20
 
 
@@ -22,7 +27,8 @@ class Settings:
     which is there to test with; ``auto``: as ``streaming_llm``, and how many tokens a row drafts, if any, is chosen at
     every step, unless ``gamma`` is given. ``gamma``: drafted tokens a round, at most what vLLM was started with.
     ``attention``: whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a
-    draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
+    draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention. ``selection``: ``pages``,
+    of the blocks that a draft reads the older ones are chosen, by their keys; goes with the native attention, too.
     """
 
     draft: str = "streaming_llm"
@@ -31,13 +37,15 @@ class Settings:
     gamma: int | None = None
     attention: str = "vllm"
     weights: str = "target"
+    selection: str = "streaming_llm"
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InvalidValueError(name, getattr(self, name), f"must be one of {', '.join(known)}")
-        if self.weights == "int8" and self.attention != "native":
-            raise InvalidValueError("weights", self.weights, "goes with attention native")
+        for name, value in (("weights", "int8"), ("selection", "pages")):
+            if getattr(self, name) == value and self.attention != "native":
+                raise InvalidValueError(name, value, "goes with attention native")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, MOST))
         object.__setattr__(self, "sinks", as_int("sinks", self.sinks, 0, MOST))
         if self.gamma is not None:
@@ -47,6 +55,11 @@ class Settings:
     def bounded(self) -> bool:
         """Whether the draft reads a budget of tokens."""
         return self.draft != "full"
+
+    @property
+    def chooses_blocks(self) -> bool:
+        """Whether these are chosen by their keys."""
+        return self.bounded and self.selection == "pages"
 
     @classmethod
     def of_server(cls, additional_config: Any) -> Settings:
