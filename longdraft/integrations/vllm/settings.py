@@ -22,7 +22,8 @@ class Settings:
     which is there to test with; ``auto``: as ``streaming_llm``, and how many tokens a row drafts, if any, is chosen at
     every step, unless ``gamma`` is given. ``gamma``: drafted tokens a round, at most what vLLM was started with.
     ``attention``: whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a
-    draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention.
+    draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention. ``graphs``: whether draft
+    steps run as the CUDA graphs that vLLM has (GPU).
     """
 
     draft: str = "streaming_llm"
@@ -31,11 +32,14 @@ class Settings:
     gamma: int | None = None
     attention: str = "vllm"
     weights: str = "target"
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InvalidValueError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if not isinstance(self.graphs, bool):
+            raise InvalidValueError("graphs", self.graphs, "must be true or false")
         if self.weights == "int8" and self.attention != "native":
             raise InvalidValueError("weights", self.weights, "goes with attention native")
         object.__setattr__(self, "budget", as_int("budget", self.budget, 1, MOST))
