@@ -21,6 +21,7 @@ def vllm_args(
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
     attention: Annotated[str, typer.Option(help="vllm, or native: LongDraft's own kernels (cpu).")] = "vllm",
     weights: Annotated[str, typer.Option(help="The draft's: target, or int8 (with --attention native).")] = "target",
+    graphs: Annotated[bool, typer.Option(help="Draft steps run as the CUDA graphs that vLLM has (gpu).")] = True,
     json: Annotated[bool, typer.Option("--json", help="Keyword arguments of vllm.LLM instead.")] = False,
 ) -> None:
     """Print the line for ``vllm serve`` (vLLM 0.32 or 0.33; not imported here)."""
@@ -29,7 +30,7 @@ def vllm_args(
     from longdraft.integrations.vllm.args import engine_args, serve_line
     from longdraft.integrations.vllm.settings import Settings
 
-    settings = Settings(draft, budget=budget, sinks=sinks, attention=attention, weights=weights)
+    settings = Settings(draft, budget=budget, sinks=sinks, attention=attention, weights=weights, graphs=graphs)
     if json:
         print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
     else:

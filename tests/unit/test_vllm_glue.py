@@ -271,6 +271,7 @@ def test_requests_without_a_seed_differ_and_ranks_agree():
     names = ["a", "b", "a", "c"]
     assert [one.of(name, None) for name in names] == [two.of(name, None) for name in names]
     assert len({one.of(name, None) for name in names}) == 3
+    assert Seeds(4).of("a", None) != one.of("a", None)  # vLLM's own seed counts
     assert one.of("d", 5) == two.of("e", 5)
     before = one.of("a", None)
     one.keep(["b"])
