@@ -113,5 +113,9 @@ class TrainingError(LongDraftError):
     """Training cannot go on: the loss is no number, or what was saved is not of this run. The message gives the fix."""
 
 
+class RankError(LongDraftError):
+    """One of a group of processes cannot go on where the others do; the message says why."""
+
+
 class KernelError(LongDraftError):
     """No kernel serves a call; the message prints the call and every implementation's reason."""

@@ -24,6 +24,7 @@ def vllm_args(
     selection: Annotated[
         str, typer.Option(help="Blocks it reads: streaming_llm, or pages: older ones by their keys (with native, too).")
     ] = "streaming_llm",
+    graphs: Annotated[bool, typer.Option(help="Draft steps run as the CUDA graphs that vLLM has (gpu).")] = True,
     json: Annotated[bool, typer.Option("--json", help="Keyword arguments of vllm.LLM instead.")] = False,
 ) -> None:
     """Print the line for ``vllm serve`` (vLLM 0.32 or 0.33; not imported here)."""
@@ -33,7 +34,7 @@ def vllm_args(
     from longdraft.integrations.vllm.settings import Settings
 
     reads = {"budget": budget, "sinks": sinks, "selection": selection}
-    settings = Settings(draft, **reads, attention=attention, weights=weights)
+    settings = Settings(draft, **reads, attention=attention, weights=weights, graphs=graphs)
     if json:
         print(jsonlib.dumps({"model": model, **engine_args(settings, gamma, device)}))
     else:

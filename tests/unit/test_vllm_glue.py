@@ -19,10 +19,11 @@ from longdraft.integrations.vllm.args import engine_args, serve_line
 from longdraft.integrations.vllm.drafter import Drafter
 from longdraft.integrations.vllm.guard import config_refusals, runner_refusals, twin_refusals, version_refusal
 from longdraft.integrations.vllm.repair import expand_batch_to_tokens, repair
-from longdraft.integrations.vllm.sampling import Seeds, draw
+from longdraft.integrations.vllm.sampling import Draw, Filters, Seeds
 from longdraft.integrations.vllm.settings import Settings
 from longdraft.integrations.vllm.tables import PAD_SLOT, DraftTables
 from longdraft.sampling_params import SamplingParams
+from longdraft.spec.probs import to_log_probs
 
 VOCAB, BLOCK = 13, 4
 
@@ -71,6 +72,7 @@ class Runner:
         group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda _: None)
         self.attn_groups, self.effective_drafter_max_model_len = [[group]], 0
         self._draft_probs = self._draft_prob_req_ids = None
+        self.model = self.forward
         self.pages = torch.full((400 * BLOCK,), -1)
         self.written, self.seen = [], []
         for text, row in zip(texts, rows, strict=True):
@@ -240,10 +242,28 @@ def test_all_greedy_rows_hand_over_no_distributions():
 
 def test_tokens_are_drawn_from_the_distribution_that_is_handed_over():
     logits = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).expand(4000, 5)
-    tokens, q = draw(logits, [SamplingParams(temperature=0.7)] * 4000, list(range(4000)), torch.arange(4000))
+    draw = Draw([SamplingParams(temperature=0.7)] * 4000, list(range(4000)), logits.device)
+    tokens, q = draw(logits, torch.arange(4000))
     torch.testing.assert_close(q[0], torch.softmax(logits[0] / 0.7, -1))
     counts = torch.bincount(tokens, minlength=5)
     assert float(((counts - 4000 * q[0]) ** 2 / (4000 * q[0])).sum()) < 18.5  # chi-square, 4 degrees, p = .001
+
+
+def test_all_rows_at_once_are_filtered_as_each_alone():
+    """What devices filter by is what processors do: ties at borders, rows of one token, rows of all."""
+    rng = random.Random(0)
+    rows = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=0.3)]
+    rows += [SamplingParams(temperature=0.8, top_k=k) for k in (1, 3, 40, 500)]
+    rows += [SamplingParams(temperature=1.5, top_p=p) for p in (1e-9, 0.3, 0.9, 1 - 1e-9)]
+    rows += [SamplingParams(temperature=rng.uniform(0.2, 2), top_k=rng.randint(1, 60), top_p=0.7) for _ in range(4)]
+    logits = (torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(1)) * 2).round(decimals=1)
+    for chosen in (slice(None), slice(1, 3)):
+        expected, mine = (
+            to_log_probs(logits[chosen], rows[chosen]),
+            Filters(rows[chosen], logits.device)(logits[chosen]),
+        )
+        assert torch.equal(expected > -torch.inf, mine > -torch.inf)
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_requests_without_a_seed_differ_and_ranks_agree():
@@ -251,6 +271,7 @@ def test_requests_without_a_seed_differ_and_ranks_agree():
     names = ["a", "b", "a", "c"]
     assert [one.of(name, None) for name in names] == [two.of(name, None) for name in names]
     assert len({one.of(name, None) for name in names}) == 3
+    assert Seeds(4).of("a", None) != one.of("a", None)  # vLLM's own seed counts
     assert one.of("d", 5) == two.of("e", 5)
     before = one.of("a", None)
     one.keep(["b"])
@@ -305,6 +326,7 @@ def config(**changes):
         enable_expert_parallel=False,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
+        is_moe_model=False,
     )
     whole = dict(kv_transfer_config=None, lora_config=None)
     for name, value in changes.items():
@@ -329,7 +351,8 @@ def test_what_cannot_be_drafted_for_is_refused_in_a_sentence():
     )
     for name, value in refused.items():
         assert len(list(config_refusals(config(**{name: value})))) == 1, name
-    assert len(list(config_refusals(config(data_parallel_size=2, enable_expert_parallel=True)))) == 1
+    for experts in ("enable_expert_parallel", "is_moe_model"):
+        assert len(list(config_refusals(config(data_parallel_size=2, **{experts: True})))) == 1
 
 
 def test_settings_of_a_server_and_of_a_request():

@@ -6,6 +6,8 @@
     guard.py      when the plug-in steps aside, in sentences
     rows.py       which rows of a step draft, and how much
     drafter.py    a round of drafting
+    graphs.py     its passes as CUDA graphs that vLLM has
+    ranks.py      what tensor-parallel ranks do where drafting fails
     control.py    how much each row drafts, chosen at every step: LongDraft's online control over vLLM's rows
     auto.py       what that goes by here: curves
     measure.py    what passes take, timed when vLLM starts

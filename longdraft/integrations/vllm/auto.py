@@ -53,6 +53,7 @@ def setting(proposer: SparseProposer, draft: DraftConfig) -> Setting:
     model, cuda = config.model_config, device.type == "cuda"
     hub = {k: v for k, v in model.hf_text_config.to_dict().items() if k[0] != "_" and k != "transformers_version"}
     how = "eager" if model.enforce_eager else "compiled"
+    how += " with CUDA graphs" if proposer.graphs else ""
     size = config.cache_config.block_size
     kernels = f"{'vLLM' if proposer.pages is None else 'native'} attention, blocks of {size}, {how}, {draft.label}"
     return Setting(

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from longdraft.errors import InvalidValueError, LongDraftError
+from longdraft.errors import InvalidValueError, LongDraftError, RankError
 from longdraft.integrations.vllm.control import Control, sentence
 from longdraft.integrations.vllm.guard import runner_refusals
 from longdraft.integrations.vllm.rows import Row, rows_of
-from longdraft.integrations.vllm.sampling import Seeds, draw
+from longdraft.integrations.vllm.sampling import Draw, Seeds
 from longdraft.integrations.vllm.settings import Settings
 from longdraft.integrations.vllm.tables import DraftTables, Step
 
@@ -62,6 +62,7 @@ class Drafter:
         self.seeds = Seeds(seed)
         self.counts: Counter[str] = Counter()
         self.runner: Any = None
+        self.parted: Callable[[], bool] = lambda: False  # after a failure: whether other ranks go on (``ranks.py``)
         self.control: Control | None = None  # who chooses γ where that is left open
         self.log, self._logged = log, 0.0
         self._forward, self._say, self._choose = forward, warn, choose
@@ -87,9 +88,10 @@ class Drafter:
         return counts
 
     def propose(self, sampled: list[list[int]], num_tokens: Any, token_ids: Any) -> list[list[int]]:
-        """Drafted token ids of each row; an empty list for rows that draft none. Never raises.
+        """Drafted token ids of each row; an empty list for rows that draft none.
 
         ``sampled``: the tokens each row got in this step; ``num_tokens [R]`` and ``token_ids [R, …]`` include them.
+        Raises ``RankError`` where this rank fails while others go on, and nothing else.
         """
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self._ready():
@@ -101,9 +103,7 @@ class Drafter:
             for row, tokens in zip(rows, self._draft(rows) if rows else (), strict=True):
                 drafts[row.index] = tokens
         except Exception as error:  # a draft is never worth a request
-            self.off = f"drafting failed, decoding is plain from now on ({type(error).__name__}: {error})"
-            self.runner._draft_probs = self.runner._draft_prob_req_ids = None
-            self.warn(self.off)
+            self._fail(error)
             return [[] for _ in sampled]
         self._count(sampled, drafts)
         ended = time.perf_counter()
@@ -112,6 +112,14 @@ class Drafter:
             self.control.took(ended - chosen)
             self._tell(ended)
         return drafts
+
+    def _fail(self, error: Exception) -> None:
+        """Step aside from now on."""
+        self.off = f"drafting failed, decoding is plain from now on ({type(error).__name__}: {error})"
+        self.runner._draft_probs = self.runner._draft_prob_req_ids = None
+        self.warn(self.off)
+        if self.parted():
+            raise RankError(f"drafting failed on a rank whose part others wait for: {error}") from error
 
     def _rows(self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, now: float) -> list[Row]:
         """The rows that draft now, and how much."""
@@ -182,20 +190,21 @@ class Drafter:
         )
         if self.settings.chooses_blocks:
             tables = self._choose(tables, table, rows)
-        sampled = any(not row.params.greedy for row in rows)
         seeds = [self.seeds.of(row.request, row.seed) for row in rows]
+        greedy = all(row.params.greedy for row in rows)
+        draw = None if greedy else Draw([row.params for row in rows], seeds, table.device)
         newest = torch.tensor([row.newest for row in rows], dtype=torch.int32, device=table.device)
         probs: list[torch.Tensor] = []
 
         def pick(logits: torch.Tensor, step: Step) -> torch.Tensor:
-            if not sampled:
+            if draw is None:
                 return logits.argmax(dim=-1)
-            drawn, q = draw(logits, [row.params for row in rows], seeds, step.positions + 1)
+            drawn, q = draw(logits, step.positions + 1)
             probs.append(q)
             return drawn
 
         out = guess(self._forward, tables, newest, max(wanted), pick)
-        if sampled:
+        if draw is not None:
             self.runner._draft_probs = torch.stack(probs, dim=1)
             self.runner._draft_prob_req_ids = [row.request for row in rows]
         tokens = torch.stack(out, dim=1).tolist()

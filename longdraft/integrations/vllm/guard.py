@@ -21,12 +21,21 @@ RUNNER = (
     "input_batch.req_ids",
     "input_batch.sampling_metadata",
     "requests",
+    "model",
     "attn_groups",
     "effective_drafter_max_model_len",
     "device",
     "max_model_len",
     "_draft_probs",
     "_draft_prob_req_ids",
+)
+GRAPHS = (
+    "cudagraph_dispatcher.dispatch",
+    "cudagraph_dispatcher.cudagraph_mode",
+    "input_ids.gpu",
+    "positions",
+    "_prepare_padding_mask",
+    "supports_mm_inputs",
 )
 GROUP = ("layer_names", "get_metadata_builder")
 TABLE = ("block_size", "num_blocks_per_row", "get_device_tensor")
@@ -61,7 +70,8 @@ def config_refusals(config: Any) -> Iterator[str]:
         yield "with decode context parallelism a block table names a part of each sequence only"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         yield "with prefill context parallelism a block table names a part of each sequence only"
-    if parallel.data_parallel_size > 1 and getattr(parallel, "enable_expert_parallel", False):
+    experts = getattr(parallel, "enable_expert_parallel", False) or getattr(parallel, "is_moe_model", False)
+    if parallel.data_parallel_size > 1 and experts:
         yield "with data-parallel experts all ranks would have to draft in step"
     if config.kv_transfer_config is not None:
         yield "a KV connector would take a draft's step for the target's"
@@ -92,6 +102,30 @@ def runner_refusals(runner: Any) -> Iterator[str]:
     lacking += [f"block table {name}" for name in TABLE if not _has(table, name)]
     if lacking:
         yield f"this vLLM lacks {', '.join(lacking)}"
+
+
+def graphs_refusals(runner: Any, config: Any) -> Iterator[str]:
+    """Why passes of ``runner``, which is bound and not refused, do not run as the CUDA graphs it has: a sentence each.
+
+    None where vLLM does without graphs, too.
+    """
+    lacking = [f"model runner {name}" for name in GRAPHS if not _has(runner, name)]
+    lacking += ["block table slot_mapping.gpu"] * (not _has(runner.input_batch.block_table[0], "slot_mapping.gpu"))
+    lacking += ["is_attention_compiled_piecewise"] * (
+        not _has(config, "compilation_config.is_attention_compiled_piecewise")
+    )
+    if lacking:
+        yield f"this vLLM lacks {', '.join(lacking)}"
+        return
+    mode = runner.cudagraph_dispatcher.cudagraph_mode
+    if mode.name == "NONE":
+        return
+    if mode.mixed_mode().name != "PIECEWISE":
+        yield f"cudagraph_mode {mode.name} captures none for the parts of a pass; FULL_AND_PIECEWISE does"
+    elif not config.compilation_config.is_attention_compiled_piecewise():
+        yield "attention does not run between them"
+    if runner.supports_mm_inputs:
+        yield "a multimodal model's read embeddings instead of tokens"
 
 
 def attention_refusals(spec: CallSpec, block_size: int, config: Any, layers: Iterable[Any]) -> Iterator[str]:

@@ -8,12 +8,14 @@ vLLM publishes or hashes ever holds them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 import vllm
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -24,8 +26,10 @@ from longdraft.errors import LongDraftError
 from longdraft.integrations.vllm.auto import prepare
 from longdraft.integrations.vllm.choice import Chooser
 from longdraft.integrations.vllm.drafter import Drafter
-from longdraft.integrations.vllm.guard import config_refusals, twin_refusals, version_refusal
+from longdraft.integrations.vllm.graphs import Feed, Graphs
+from longdraft.integrations.vllm.guard import config_refusals, graphs_refusals, twin_refusals, version_refusal
 from longdraft.integrations.vllm.pages import Pages
+from longdraft.integrations.vllm.ranks import parted
 from longdraft.integrations.vllm.repair import repair
 from longdraft.integrations.vllm.rows import Row
 from longdraft.integrations.vllm.settings import Settings
@@ -39,7 +43,7 @@ class SparseProposer:
     """Drafts for the rows of each step; ``propose`` is vLLM's protocol, ``bind`` is called by our workers."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.config, self.model = vllm_config, None
+        self.config = vllm_config
         self.twin: Twin | None = None
         self.chooser: Chooser | None = None
         self.drafter = Drafter(
@@ -54,8 +58,7 @@ class SparseProposer:
         )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """vLLM hands over the target, which is the draft, too, if that has no weights of its own."""
-        self.model = target_model
+        """vLLM's protocol. The target is taken of the runner, where it is in what replays its graphs."""
         if self.drafter.settings.weights == "int8" and self.drafter.off is None:
             self.twin = self._load_twin()
 
@@ -73,6 +76,7 @@ class SparseProposer:
     def bind(self, runner: Any) -> None:
         """Drafts are made for this model runner."""
         self.drafter.runner = runner
+        self.drafter.parted = partial(parted, get_tp_group().cpu_group if get_tp_group().world_size > 1 else None)
         # vLLM would replace all rows' drafts by zeros once one row comes near the limit; here rows are cut singly.
         runner.effective_drafter_max_model_len = 1 << 30
         for sentence in repair(rejection_sampler, runner.device):
@@ -90,7 +94,7 @@ class SparseProposer:
     def propose(
         self, sampled: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafted token ids of each row; an empty list for rows that draft none. Never raises."""
+        """Drafted token ids of each row; an empty list for rows that draft none. Raises what the drafter raises."""
         return self.drafter.propose(sampled, num_tokens_no_spec, token_ids_cpu)
 
     def forward(self, ids: torch.Tensor, step: Step, tables: DraftTables, index: int) -> torch.Tensor:
@@ -147,8 +151,9 @@ class SparseProposer:
 
     def _common(self, step: Step, table: torch.Tensor, sizes: Sequence[int], longest: int) -> CommonAttentionMetadata:
         starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        there = starts.to(table.device) if max(sizes) > 1 else torch.arange(len(starts), device=table.device).int()
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(table.device),
+            query_start_loc=there,
             query_start_loc_cpu=starts,
             seq_lens=step.lengths,
             seq_lens_cpu_upper_bound=torch.full((len(sizes),), longest, dtype=torch.int32),
@@ -162,15 +167,36 @@ class SparseProposer:
             positions=step.positions,
         )
 
+    @property
+    def graphs(self) -> Graphs | None:
+        """What passes run as, if they run as graphs."""
+        return self._graphs if self.drafter.settings.graphs else None
+
+    @cached_property
+    def _graphs(self) -> Graphs | None:
+        """Found out at the first pass, when all is captured."""
+        runner = self.drafter.runner
+        if runner.device.type != "cuda":
+            return None
+        why = next(graphs_refusals(runner, self.config), None)
+        if why:
+            self.drafter.warn(f"draft steps run without CUDA graphs: {why}")
+            return None
+        return Graphs(runner, CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+
     def _run(self, ids: torch.Tensor, step: Step, metadata: Any) -> torch.Tensor:
         """vLLM's own pass."""
-        layers = self._group.layer_names
+        layers, model = self._group.layer_names, self.drafter.runner.model
+        plain = Feed(ids, step.positions, step.slots, CUDAGraphMode.NONE)
+        feed = self.graphs.feed(ids, step) if self.graphs else plain
         with set_forward_context(
             dict.fromkeys(layers, metadata),
             self.config,
-            num_tokens=len(ids),
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=dict.fromkeys(layers, step.slots),
+            num_tokens=len(feed.ids),
+            cudagraph_runtime_mode=feed.mode,
+            batch_descriptor=feed.key,
+            slot_mapping=dict.fromkeys(layers, feed.slots),
+            is_padding=feed.padding,
         ):
-            hidden = self.model(input_ids=ids, positions=step.positions, intermediate_tensors=None, inputs_embeds=None)
-        return self.model.compute_logits(hidden)
+            hidden = model(input_ids=feed.ids, positions=feed.positions, intermediate_tensors=None, inputs_embeds=None)
+        return model.compute_logits(hidden[: len(ids)])

@@ -37,11 +37,46 @@ class Seeds:
         self._seeds = {name: seed for name, seed in self._seeds.items() if name in alive}
 
 
-def draw(
-    logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens ``[R]`` and their distributions ``[R, V]`` float32 for ``logits [R, V]``; greedy rows are one-hot."""
-    log_q = to_log_probs(logits, params)
-    seed = torch.tensor(seeds, dtype=torch.int64, device=logits.device)
-    noise = all_gumbels(seed, positions.long(), logits.shape[1], role=DRAFT)
-    return (log_q + noise).argmax(dim=-1), log_q.exp().float()
+class Draw:
+    """Draws of R rows with ``params`` and ``seeds``, laid out on ``device`` once for all steps of a round."""
+
+    def __init__(self, params: list[SamplingParams], seeds: list[int], device: torch.device) -> None:
+        self._params = params
+        self._seeds = torch.tensor(seeds, dtype=torch.int64).to(device)
+        self._filters = None if device.type == "cpu" else Filters(params, device)
+
+    def __call__(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[R]`` and their distributions ``[R, V]`` float32 for ``logits [R, V]``; greedy rows are one-hot."""
+        log_q = to_log_probs(logits, self._params) if self._filters is None else self._filters(logits)
+        noise = all_gumbels(self._seeds, positions.long(), logits.shape[1], role=DRAFT)
+        return (log_q + noise).argmax(dim=-1), log_q.exp().float()
+
+
+class Filters:
+    """``to_log_probs`` of all rows at once, for devices that would be waited for where a row is looked at.
+
+    For processors, which sort as little as they can, it is the other one. Without ``min_p``, which vLLM refuses.
+    """
+
+    def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
+        whole = 2.0**31  # more than there are tokens
+        values = [
+            (1.0, 1.0, 2.0) if p.greedy else (p.temperature, p.top_k or whole, p.top_p if p.top_p < 1 else 2.0)
+            for p in params
+        ]
+        self._values = torch.tensor(values, dtype=torch.float64).to(device)
+        self._none = not any(p.greedy or p.filters for p in params)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits [R, V]`` → ``[R, V]`` float64, −inf outside the support."""
+        temperature, top_k, top_p = self._values.T[:, :, None]
+        logits = logits.double()
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+        if self._none:
+            return logits.log_softmax(dim=-1)
+        values, order = logits.sort(dim=-1, descending=True, stable=True)  # of equals the lower id comes first
+        values = values.masked_fill(torch.arange(values.shape[1], device=values.device) >= top_k, -torch.inf)
+        mass = values.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass  # 0 for the first, which stays
+        values = values.masked_fill(before >= top_p, -torch.inf).log_softmax(dim=-1)
+        return torch.full_like(logits, -torch.inf).scatter(1, order, values)

@@ -29,6 +29,7 @@ class Settings:
     ``attention``: whose kernels attend, vLLM's or LongDraft's native ones (CPU); fixed at the start, with or without a
     draft. ``weights``: ``int8``, the draft's own in 8 bits, goes with the native attention. ``selection``: ``pages``,
     of the blocks that a draft reads the older ones are chosen, by their keys; goes with the native attention, too.
+    ``graphs``: whether draft steps run as the CUDA graphs that vLLM has (GPU).
     """
 
     draft: str = "streaming_llm"
@@ -38,11 +39,14 @@ class Settings:
     attention: str = "vllm"
     weights: str = "target"
     selection: str = "streaming_llm"
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InvalidValueError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if not isinstance(self.graphs, bool):
+            raise InvalidValueError("graphs", self.graphs, "must be true or false")
         for name, value in (("weights", "int8"), ("selection", "pages")):
             if getattr(self, name) == value and self.attention != "native":
                 raise InvalidValueError(name, value, "goes with attention native")

@@ -66,7 +66,7 @@ class DraftTables:
 
     def step(self, step: int) -> Step:
         """The ``step``-th draft step, from 0: rows that want no more tokens read what they have and write nothing."""
-        positions = self.known - 1 + torch.minimum(self.wanted - 1, self.wanted.new_tensor(step)).clamp(min=0)
+        positions = self.known - 1 + (self.wanted - 1).clamp(min=0, max=step)
         short = positions - self.dropped
         block = self.table.gather(1, (short // self.block_size)[:, None])[:, 0].long()
         slots = block * self.block_size + short % self.block_size
