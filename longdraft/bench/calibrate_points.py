@@ -100,6 +100,8 @@ class Grid:
             # Only choices look at whole rows, one row after another: long ones where there are few.
             context = self.contexts[max(0, len(self.contexts) - 1 - i // 2 - j)]
             yield _even(batch, context, GAMMAS[(i + j) % 4], replace(draft, budget=budget))
+        if watches(draft):  # and those that read here and there, in many long rows
+            yield _even(self.batches[-1], self.contexts[-1], 2, replace(draft, budget=budgets[0]))
         middle = replace(draft, budget=_between(budgets)[0])
         for batch, context in zip(_between(self.batches), reversed(_between(self.contexts)), strict=False):
             yield replace(_even(batch, context, 4, middle), held_out=True)

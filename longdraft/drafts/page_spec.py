@@ -21,6 +21,7 @@ from longdraft.core import Sequence
 from longdraft.drafts.base import DraftRow
 from longdraft.drafts.refresh import Since, spare
 from longdraft.drafts.self_spec import SelfSpec
+from longdraft.kernels.threads import one_thread
 from longdraft.kv.select.base import PageSelector, top
 from longdraft.kv.store import PagedStore
 from longdraft.models.feed import Feed, Select, feed
@@ -85,10 +86,11 @@ class PageSpec(SelfSpec):
     def begin(self, rows: Seq[DraftRow]) -> list[Feed | None]:
         """See ``ModelDraft``."""
         started = time.perf_counter()
-        for row in rows:
-            if self._outdated(row):
-                self._states[row.seq.id] = self._choose(row)
-        self._list(rows)
+        with one_thread():
+            for row in rows:
+                if self._outdated(row):
+                    self._states[row.seq.id] = self._choose(row)
+            self._list(rows)
         self.select_s += time.perf_counter() - started
         return super().begin(rows)
 
@@ -103,7 +105,8 @@ class PageSpec(SelfSpec):
 
     def observe(self, seq: Sequence, seen: Seen) -> None:
         """See ``Draft``."""
-        self.memory.observe(seq.id, seen)
+        with one_thread():
+            self.memory.observe(seq.id, seen)
 
     def fork(self, source: Sequence, child: Sequence) -> None:
         """See ``Draft``: the child knows the same, and makes a choice of its own."""
@@ -161,5 +164,6 @@ class PageSpec(SelfSpec):
 
     def _select_for(self, rows: Seq[int]) -> Select:
         places = [self._places[row] for row in rows]
-        numbers = self._numbers if len(places) == len(self._places) else self._numbers[:, places]
+        with one_thread():
+            numbers = self._numbers if len(places) == len(self._places) else self._numbers[:, places]
         return lambda view: PagesView(view.tables, numbers, view.lens, view.page_size)
