@@ -15,6 +15,7 @@ from longdraft.cli import options
 from longdraft.cli.app import app
 from longdraft.cli.chat import COMMANDS, Chat
 from longdraft.cli.chat_io import load, printable, read_piped, save, terminal_reader
+from longdraft.config import AutoDraft
 from longdraft.errors import InvalidValueError, LongDraftError, TemplateError
 from longdraft.llm import LLM
 from longdraft.outputs import CompletionOutput, RequestOutput, RequestStats, StreamOutput
@@ -29,7 +30,7 @@ SAMPLED = SamplingParams(temperature=1, max_tokens=12, seed=5)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(max_model_len=512, kv_cache_memory_bytes=2**28)
+    return LLM(draft=None, max_model_len=512, kv_cache_memory_bytes=2**28)
 
 
 class ScriptedStream:
@@ -503,4 +504,4 @@ def test_options_reach_the_chat(monkeypatch, llm):
     assert [asked[name] for name in ("max_model_len", "dtype", "device", "download")] == [99, "bfloat16", "cpu", False]
     CliRunner().invoke(app, ["chat"])
     assert talks[1].params == SamplingParams(temperature=0, max_tokens=512)
-    assert (talks[1].system, talks[1].stats, asked["draft"]) == (None, False, None)
+    assert (talks[1].system, talks[1].stats, asked["draft"]) == (None, False, AutoDraft(exact=True))

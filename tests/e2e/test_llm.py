@@ -116,7 +116,8 @@ def test_a_callback_may_abort(llm):
             if output.seq.ids[0] == 9 and not output.finish_reason and len(output.seq.output_ids) == 3:
                 engine.abort(output.seq.id)
 
-    first, second = llm.generate([[5, 6], [9, 9]], SamplingParams(temperature=0, max_tokens=8), on_step=abort_second)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    first, second = llm.generate([[5, 6], [9, 9]], params, draft=None, on_step=abort_second)
     assert (second.outputs[0].finish_reason, len(second.outputs[0].token_ids)) == ("abort", 3)
     assert first.outputs[0].finish_reason in ("stop", "length")
 

@@ -66,7 +66,7 @@ def done(folder, tmp_path_factory):
             raise KeyboardInterrupt
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(module, "LLM", lambda path, **how: made.append(how) or LLM(path, **how))
+    patch.setattr(module, "LLM", lambda path, draft, **how: made.append(how) or LLM(path, draft, **how))
     with pytest.raises(KeyboardInterrupt):
         workshop(folder, out, on_written=mortal).run()
     assert {path.name for path in (out / "written").iterdir()} == {"texts.json", "texts-00000.safetensors"}
