@@ -33,9 +33,9 @@ class CheckedProposer(SparseProposer):
         found, known = self.chooser.notes.queries([row.index for row in rows], at)
         assert all(known), "a query that is not known"
         ids = torch.tensor([batch.token_ids_cpu[row.index, row.known - 2] for row in rows])
-        first = self.model.model.layers[0]
+        first = self.drafter.runner.model.model.layers[0]
         attention = first.self_attn
-        qkv, _ = attention.qkv_proj(first.input_layernorm(self.model.model.embed_tokens(ids)))
+        qkv, _ = attention.qkv_proj(first.input_layernorm(self.drafter.runner.model.model.embed_tokens(ids)))
         q, k, _ = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         q, _ = attention.rotary_emb(torch.tensor(at), q, k)
         torch.testing.assert_close(found[0], q.view(found[0].shape).float())
