@@ -16,7 +16,6 @@ from longdraft.checkpoint.load import fitting, load_checkpoint
 from longdraft.checkpoint.tokenizer_folder import read_tokenizer
 from longdraft.config import DEFAULT_DRAFT, AutoDraft, DraftConfig
 from longdraft.core import Status, StepOutput
-from longdraft.drafts.registry import resolve_format
 from longdraft.engine.engine import Engine
 from longdraft.errors import InvalidValueError, ModelFileError
 from longdraft.exactness import label, tier
@@ -88,7 +87,6 @@ class LLM:
         download: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        resolve_format(kv_format)  # before anything is read
         self.checkpoint = load_checkpoint(model, download=download)
         self.tokenizer = self.checkpoint.tokenizer
         if tokenizer is not None:
